@@ -1,0 +1,88 @@
+"""The `ModelRunner` protocol: what the loop needs from a device, and the plain values that cross the line. No torch.
+
+The loop runs one step ahead: it submits step N+1 before it has read step N. A decode row of N+1 whose input token is
+sampled by N carries `use_last_sampled`; the runner keeps the last sampled token of each slot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from poolwright_protocol.kv import KVShape
+
+from poolwright_engine.sequence import SamplingParams, TokenLogprobs
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Handle(Protocol[T_co]):
+    """A result that is being made; `result` waits, and raises what the device raised."""
+
+    def result(self) -> T_co: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: positions [start, start + length) of it are computed.
+
+    `token_ids` has `length` ids, or is empty when the single input is the slot's last sampled token. `block_ids` is the
+    whole block table, long enough for start + length tokens. `samples` is true when the row's last position yields a
+    token; its absolute position is start + length.
+    """
+
+    slot: int  # stable per running sequence, in [0, max_num_seqs)
+    start: int
+    length: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    samples: bool
+    params: SamplingParams
+    use_last_sampled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch: chunks and decodes together."""
+
+    number: int
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.length for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`token_ids[i]` and `logprobs[i]` belong to row i; None where it does not sample or asked for none."""
+
+    number: int
+    token_ids: tuple[int | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    busy_seconds: float  # time the device worked on this step
+
+
+class ModelRunner(Protocol):
+    """Steps run in submission order. All methods are called from the loop's thread only."""
+
+    kv_shape: KVShape
+    vocab_size: int
+    num_blocks: int  # block 0 is the null block: never allocated, pads tables
+    block_size: int
+
+    def submit(self, step: Step) -> Handle[StepResult]: ...
+
+    def set_last_sampled(self, slot: int, token_id: int) -> None:
+        """For a sequence whose last token came from elsewhere (a hand-off). Ordered with submits."""
+        ...
+
+    def read_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int]) -> Handle[bytes]:
+        """KV of those blocks as they are after the steps submitted so far: K then V, C order
+        (2, layers, blocks, block_size, kv_heads, head_size) in the cache's dtype."""
+        ...
+
+    def write_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int], data: bytes) -> Handle[None]:
+        """The reverse; before any step submitted later."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,2 @@
+// Package helm pins the Helm that the tests run.
+package helm

@@ -1,0 +1,3 @@
+module poolwright.dev/testbed/helm
+
+go 1.24.0
