@@ -1,0 +1,53 @@
+# The list of verbs: `make help`.
+export PYTHONSAFEPATH = 1
+export PYTHONUNBUFFERED = 1
+VENV ?= .venv
+BIN = $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+
+venv: $(VENV)/.ready ## Make the virtual environment from the lock file
+
+$(VENV)/.ready: locks/dev.txt locks/cuda.txt pyproject.toml scripts/venv.sh
+	@VENV=$(VENV) scripts/venv.sh
+
+demo: venv ## Serve a real small model on this machine and watch machines move (ARGS="--compare", "--keep")
+	@$(BIN)/poolwright demo $(ARGS)
+
+test: venv ## Every test that needs no GPU and is not marked long (ARGS="-k name")
+	@$(BIN)/pytest -m "not long and not gpu" $(ARGS)
+
+test-unit: venv ## Only tests that need neither model nor cluster
+	@$(BIN)/pytest -m "not long and not gpu and not cluster and not node and not model" tests/unit tests/property tests/contract $(ARGS)
+
+test-long: venv ## The tests marked long
+	@$(BIN)/pytest -m "long" $(ARGS)
+
+fmt: venv ## Format the code
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix --quiet .
+
+lint: venv ## Style and import rules
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports
+
+type: venv ## Types
+	@$(BIN)/mypy
+
+generate: venv ## Write the CRD from the models, into crds/ and the chart
+	@$(BIN)/python -m poolwright.api.crd
+
+verify: generate lint type ## Generate, lint, type-check, and fail when a generated file changed
+	@git diff --exit-code -- crds helm
+
+lock: venv ## Resolve pyproject.toml into locks/ (needs uv)
+	@$(BIN)/python scripts/lock.py $(ARGS)
+
+bench: venv ## Ratios measured in one run: router against direct, batching
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+clean: ## Remove the virtual environment and caches of this checkout
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
