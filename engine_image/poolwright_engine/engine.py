@@ -1,12 +1,11 @@
 """`Engine`: what the server may ask of the engine. The loop implements it; the server and admin port only call it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from poolwright_protocol.roles import RolePut, RoleState
-
 from poolwright_engine.sequence import Request, TokenOutput
+from poolwright_protocol.roles import RolePut, RoleState
 
 
 class Refused(Exception):
@@ -42,9 +41,9 @@ class EngineStats:
 class Engine(Protocol):
     max_model_len: int
 
-    def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
+    def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
         """Queue it and yield its tokens in order; the last one carries a finish reason. Raises Refused on the first
-        `__anext__`. Closing the iterator aborts the request and frees what it held."""
+        `__anext__`. Closing the generator aborts the request and frees what it held."""
         ...
 
     async def put_role(self, put: RolePut) -> RoleState:

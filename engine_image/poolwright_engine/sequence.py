@@ -65,14 +65,19 @@ class TokenOutput:
 class SequenceState(StrEnum):
     WAITING = "waiting"  # holds no memory
     RUNNING = "running"  # holds blocks; prefilling or decoding
-    REMOTE = "remote"  # its prompt is being computed on a prompt machine; may hold granted blocks
+    REMOTE = "remote"  # its prompt is being computed on a prompt machine; holds granted blocks once asked for them
+    PARKED = "parked"  # computed for another machine; its blocks wait to be sent
     FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`num_computed` counts tokens whose KV is written or being written by a step in flight (it is advanced when the
-    step is scheduled). `num_placeholders` counts output tokens sampled by steps in flight, ids still unknown."""
+    step is scheduled). `num_placeholders` counts output tokens sampled by steps in flight, ids still unknown.
+
+    `for_peer`: a prompt computed for another machine. While that one has not granted the memory to send it to, it is
+    `ungranted`, and all such prompts together hold no more than a stated share of the blocks.
+    """
 
     request: Request
     state: SequenceState = SequenceState.WAITING
@@ -81,6 +86,9 @@ class Sequence:
     num_computed: int = 0
     num_placeholders: int = 0
     last_step: int = -1  # number of the last step that may write its blocks: the fence of a free
+    slot: int = -1  # -1: no seat
+    for_peer: bool = False
+    ungranted: bool = False
 
     @property
     def request_id(self) -> str:
@@ -101,9 +109,12 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.num_computed < self.num_prompt
+        """Its prompt, or after a lost hand-off its prompt and the tokens already sent, is not all computed."""
+        return self.num_computed < max(self.num_prompt, self.num_tokens - 1)
 
     def token_ids(self, start: int, stop: int) -> Tokens[int]:
         """Known ids of positions [start, stop); a placeholder is not included."""
-        known = self.request.prompt_ids + tuple(self.output_ids)
-        return known[start:stop]
+        prompt = self.request.prompt_ids[start:stop]
+        if stop <= self.num_prompt:
+            return prompt
+        return prompt + tuple(self.output_ids[max(0, start - self.num_prompt) : stop - self.num_prompt])

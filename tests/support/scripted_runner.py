@@ -1,0 +1,190 @@
+"""A model of a few lines, for tests of everything around a model. No torch.
+
+The next token is a function of the token history as it is *read back* from every layer and head of a paged KV cache,
+and of (seed, position). A wrong block, a lost write, a stale or misplaced transfer or a step out of order changes what
+is read, and so the tokens. `expected` computes the same from the ids alone.
+
+Work is done lazily, in submission order, when a result is first waited for: as late as any device may.
+"""
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from poolwright_engine.runner import Row, Step, StepResult
+from poolwright_engine.sequence import Request, SamplingParams
+from poolwright_protocol.kv import KVShape
+
+T = TypeVar("T")
+
+VOCAB_SIZE = 997
+EOS = 0
+SHAPE = KVShape(layers=3, kv_heads=2, head_size=1, dtype_bytes=4)
+_UNWRITTEN = -1
+
+
+def next_token(history: Iterable[object], params: SamplingParams, position: int) -> int:
+    seed = params.seed if params.temperature > 0 else 0
+    digest = hashlib.blake2b(f"{list(history)} {seed} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % VOCAB_SIZE
+
+
+def expected(request: Request, max_model_len: int = 10_000, eos: int = EOS) -> list[int]:
+    """What one machine, alone and undisturbed, answers."""
+    history, params = list(request.prompt_ids), request.params
+    output: list[int] = []
+    while len(output) < params.max_tokens and len(history) < max_model_len:
+        token = next_token(history, params, len(history))
+        output.append(token)
+        history.append(token)
+        if (token == eos and not params.ignore_eos) or token in params.stop_token_ids:
+            break
+    return output
+
+
+class _Lazy:
+    def __init__(self, runner: "ScriptedRunner", work: Callable[[], Any]) -> None:
+        self._runner = runner
+        self.work = work
+        self.future: Future[Any] = Future()
+
+    def result(self) -> Any:
+        self._runner.run_until(self)
+        return self.future.result()
+
+
+class ScriptedRunner:
+    """`step_seconds`: how long a step takes. `fail_at`: number of the step that the device breaks at."""
+
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, step_seconds: float = 0.0, fail_at: int | None = None
+    ) -> None:
+        self.kv_shape = SHAPE
+        self.vocab_size = VOCAB_SIZE
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.step_seconds = step_seconds
+        self.fail_at = fail_at
+        self.closed = False
+        self.log: list[tuple[str, int]] = []  # ("submit" | "read", step number), in order
+        self.steps: list[Step] = []
+        shape = (2, SHAPE.layers, num_blocks, block_size, SHAPE.kv_heads, SHAPE.head_size)
+        self._cache = np.full(shape, _UNWRITTEN, dtype=np.int32)
+        self._last_sampled: dict[int, int] = {}
+        self._queue: deque[_Lazy] = deque()
+        self._lock = threading.Lock()
+
+    # The protocol.
+
+    def submit(self, step: Step) -> "_Handle":
+        self.log.append(("submit", step.number))
+        self.steps.append(step)
+        return _Handle(self, step.number, self._enqueue(lambda: self._run(step)))
+
+    def set_last_sampled(self, slot: int, token_id: int) -> None:
+        self._enqueue(lambda: self._last_sampled.__setitem__(slot, token_id))
+
+    def read_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int]) -> _Lazy:
+        ids = self._checked(block_ids)
+        return self._enqueue(lambda: self._part(layers, kv_heads)[:, :, ids].tobytes())
+
+    def write_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int], data: bytes) -> _Lazy:
+        ids = self._checked(block_ids)
+        shape = (2, len(layers), len(ids), self.block_size, len(kv_heads), SHAPE.head_size)
+        values = np.frombuffer(data, dtype=np.int32).reshape(shape)
+
+        def write() -> None:
+            self._part(layers, kv_heads)[:, :, ids] = values
+
+        return self._enqueue(write)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def contents(self) -> bytes:
+        """All of the cache, with everything done that was asked so far."""
+        everything = self._enqueue(self._cache.tobytes)
+        data: bytes = everything.result()
+        return data
+
+    # The device.
+
+    def run_until(self, wanted: _Lazy) -> None:
+        with self._lock:
+            while not wanted.future.done():
+                lazy = self._queue.popleft()
+                try:
+                    lazy.future.set_result(lazy.work())
+                except Exception as error:
+                    lazy.future.set_exception(error)
+
+    def _enqueue(self, work: Callable[[], Any]) -> _Lazy:
+        lazy = _Lazy(self, work)
+        with self._lock:
+            self._queue.append(lazy)
+        return lazy
+
+    def _run(self, step: Step) -> StepResult:
+        if step.number == self.fail_at:
+            raise RuntimeError("the device broke")
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        tokens = tuple(self._run_row(row) for row in step.rows)
+        return StepResult(step.number, tokens, (None,) * len(tokens), self.step_seconds)
+
+    def _run_row(self, row: Row) -> int | None:
+        token_ids = (self._last_sampled[row.slot],) if row.use_last_sampled else row.token_ids
+        if len(token_ids) != row.length or row.length < 1:
+            raise ValueError(f"{len(token_ids)} ids for a row of {row.length}")
+        if len(row.block_ids) * self.block_size < row.start + row.length or 0 in row.block_ids:
+            raise ValueError("the block table is too short, or holds the null block")
+        layers, heads = np.arange(SHAPE.layers)[:, None], np.arange(SHAPE.kv_heads)[None, :]
+        for position, token in enumerate(token_ids, row.start):
+            block, offset = row.block_ids[position // self.block_size], position % self.block_size
+            # K says which token it is, V where it stands; both differ from layer to layer and head to head.
+            self._cache[0, :, block, offset, :, 0] = token * 31 + layers * 7 + heads
+            self._cache[1, :, block, offset, :, 0] = position * 31 + layers * 7 + heads
+        if not row.samples:
+            return None
+        length = row.start + row.length
+        history = self._cache[:, :, list(row.block_ids)].reshape(2, SHAPE.layers, -1, SHAPE.kv_heads)[:, :, :length]
+        sampled = next_token(self._decode(history), row.params, length)
+        self._last_sampled[row.slot] = sampled
+        return sampled
+
+    def _decode(self, history: Any) -> list[object]:
+        """Token ids, where every layer and head agree on token and position; otherwise what was found there."""
+        offset = (np.arange(SHAPE.layers)[:, None] * 7 + np.arange(SHAPE.kv_heads)[None, :])[:, None, :]
+        values, remainder = np.divmod(history - offset, 31)
+        tokens, positions = values[0, 0, :, 0], np.arange(history.shape[2])
+        right = (remainder == 0).all(axis=(0, 1, 3))
+        right &= (values[0] == tokens[None, :, None]).all(axis=(0, 2))
+        right &= (values[1] == positions[None, :, None]).all(axis=(0, 2))
+        return [int(t) if ok else f"wrong at {i}" for i, (t, ok) in enumerate(zip(tokens, right, strict=True))]
+
+    def _part(self, layers: range, kv_heads: range) -> Any:
+        return self._cache[:, layers.start : layers.stop, :, :, kv_heads.start : kv_heads.stop]
+
+    def _checked(self, block_ids: Sequence[int]) -> list[int]:
+        for block_id in block_ids:
+            if not 0 < block_id < self.num_blocks:
+                raise ValueError(f"block {block_id} is outside [1, {self.num_blocks})")
+        return list(block_ids)
+
+
+class _Handle:
+    def __init__(self, runner: ScriptedRunner, number: int, lazy: _Lazy) -> None:
+        self._runner = runner
+        self._number = number
+        self._lazy = lazy
+
+    def result(self) -> StepResult:
+        self._runner.log.append(("read", self._number))
+        result: StepResult = self._lazy.result()
+        return result

@@ -1,0 +1,258 @@
+"""Three passes under one budget: decodes, chunks in flight, new requests."""
+
+from typing import Any
+
+import pytest
+
+from poolwright_engine.blocks import BlockPool
+from poolwright_engine.runner import Step, StepResult
+from poolwright_engine.scheduler import Decision, Scheduler, SchedulerConfig
+from poolwright_engine.sequence import FinishReason, Request, SamplingParams, Sequence, SequenceState, TokenOutput
+
+EOS = 0
+
+
+def scheduler(num_blocks: int = 100, **config: Any) -> Scheduler:
+    settings = {"max_model_len": 1000, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 8, **config}
+    return Scheduler(SchedulerConfig(**settings), BlockPool(num_blocks), frozenset({EOS}))
+
+
+def sequence(prompt: int, max_tokens: int = 4, arrival: float = 0.0, peer: bool = False, **params: Any) -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return Sequence(Request("r", tuple(range(1, prompt + 1)), sampling, arrival), for_peer=peer)
+
+
+def run(
+    it: Scheduler, number: int, token: int = 7, **bound: int
+) -> tuple[Decision, list[tuple[Sequence, TokenOutput]]]:
+    """Schedule a step and read it at once; every row that samples yields `token`."""
+    decision = it.schedule(number, **bound)
+    if decision.step is None:
+        return decision, []
+    return decision, it.update(result(decision.step, token))
+
+
+def result(step: Step, token: int = 7) -> StepResult:
+    return StepResult(step.number, tuple(token if r.samples else None for r in step.rows), (None,) * len(step.rows), 0)
+
+
+def lengths(decision: Decision) -> list[int]:
+    return [row.length for row in decision.step.rows] if decision.step else []
+
+
+def test_a_prompt_is_cut_into_chunks_that_end_on_block_boundaries() -> None:
+    it = scheduler(max_num_batched_tokens=10, max_num_seqs=4)
+    it.add(sequence(21))
+    assert [lengths(run(it, n)[0]) for n in range(4)] == [[8], [8], [5], [1]]
+
+
+def test_decodes_come_first_and_chunks_take_what_is_left() -> None:
+    it = scheduler(max_num_batched_tokens=8)
+    old = [sequence(1, 50, arrival=i) for i in range(3)]
+    for one in old:
+        it.add(one)
+    run(it, 0)
+    it.add(sequence(100, arrival=9))
+    for number in range(1, 10):
+        decision, _ = run(it, number)
+        assert decision.computing[:3] == tuple(old)
+        assert lengths(decision)[:3] == [1, 1, 1]
+        assert sum(lengths(decision)) <= 8
+
+
+def test_chunks_in_flight_go_before_new_requests() -> None:
+    it = scheduler()
+    first = sequence(40)
+    it.add(first)
+    run(it, 0)
+    it.add(sequence(3, arrival=-1.0))
+    decision, _ = run(it, 1)
+    assert decision.computing == (first,)
+
+
+def test_the_bound_of_the_role_holds_back_prefill_but_no_decode() -> None:
+    it = scheduler()
+    it.add(sequence(1, 50))
+    run(it, 0)
+    it.add(sequence(30, arrival=1))
+    for number in range(1, 5):
+        assert lengths(run(it, number, max_prefill_tokens=4)[0]) == [1, 4]
+
+
+def test_a_threshold_lets_a_short_prompt_pass_beside_a_long_one() -> None:
+    it = scheduler(long_prefill_token_threshold=8)
+    it.add(sequence(100))
+    it.add(sequence(4, arrival=1))
+    assert lengths(run(it, 0)[0]) == [8, 4]
+
+
+def test_admission_reserves_prompt_and_max_tokens_and_keeps_the_order_of_arrival() -> None:
+    it = scheduler(num_blocks=11)  # ten to give
+    big, small = sequence(20, 21, arrival=1), sequence(1, 1, arrival=2)
+    it.add(small)
+    it.add(big)
+    run(it, 0)
+    assert len(big.block_ids) == 10  # 40 tokens: the last one sampled is never an input
+    run(it, 1)
+    assert small.state is SequenceState.WAITING
+    it.end(big)
+    decision, _ = run(it, 2)
+    assert decision.admitted == (small,)
+
+
+def test_one_step_ahead_uses_placeholders_and_stops_at_max_tokens() -> None:
+    it = scheduler()
+    one = sequence(3, 2)
+    it.add(one)
+    first = it.schedule(0).step
+    second = it.schedule(1).step
+    assert first is not None
+    assert second is not None
+    assert second.rows[0].use_last_sampled
+    assert second.rows[0].token_ids == ()
+    assert it.schedule(2).step is None  # both of its tokens are in flight
+    it.update(result(first))
+    (ended,) = it.update(result(second))
+    assert ended[1].finish_reason is FinishReason.LENGTH
+    assert it.blocks.num_free == it.blocks.total
+
+
+def test_blocks_of_a_sequence_that_ended_stay_fenced_until_the_step_ahead_was_read() -> None:
+    it = scheduler()
+    one = sequence(3, 10)
+    it.add(one)
+    first, second = it.schedule(0).step, it.schedule(1).step
+    assert first is not None
+    assert second is not None
+    ((_, output),) = it.update(result(first, EOS))
+    assert output.finish_reason is FinishReason.STOP
+    assert it.blocks.num_fenced == 3
+    assert it.update(result(second)) == []
+    assert it.blocks.num_free == it.blocks.total
+
+
+def test_stop_ids_end_a_request_and_are_named() -> None:
+    it = scheduler()
+    it.add(sequence(3, stop_token_ids=(9,)))
+    assert run(it, 0, token=9)[1][0][1] == TokenOutput((9,), FinishReason.STOP, 9)
+    it.add(sequence(3, ignore_eos=True))
+    assert run(it, 1, token=EOS)[1][0][1].finish_reason is None
+
+
+def test_the_context_length_ends_a_request() -> None:
+    it = scheduler(max_model_len=5)
+    one = sequence(3, 100)
+    assert it.why_never(one.request) is None
+    it.add(one)
+    assert [run(it, n)[1][0][1].finish_reason for n in range(2)] == [None, FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "reason"),
+    [(0, 1, "no tokens"), (5, 0, "max_tokens"), (1000, 1, "context"), (500, 400, "KV cache")],
+)
+def test_a_request_that_can_never_fit_is_told_why(prompt: int, max_tokens: int, reason: str) -> None:
+    assert reason in (scheduler().why_never(sequence(prompt, max_tokens).request) or "")
+
+
+def test_memory_for_a_hand_off_is_given_in_order_of_arrival_and_costs_no_budget() -> None:
+    it = scheduler(max_num_batched_tokens=8, num_blocks=41)
+    it.add(sequence(60, 4, arrival=0))
+    run(it, 0)
+    local, remote = sequence(40, 41, arrival=1), sequence(20, 4, arrival=2)
+    remote.state = SequenceState.REMOTE
+    it.add(local)
+    it.add(remote)
+    decision, _ = run(it, 1)
+    assert decision.granted == ()  # the local one waits for budget; the memory it needs is kept for it
+    it.end(local)
+    decision, _ = run(it, 2)
+    assert decision.granted == (remote,)
+    assert len(remote.block_ids) == 6
+
+
+def test_a_filled_sequence_decodes_from_its_first_token() -> None:
+    it = scheduler()
+    remote = sequence(6, 3)
+    remote.state = SequenceState.REMOTE
+    it.add(remote)
+    run(it, 0)
+    it.accept(remote, 5)
+    it.filled(remote)
+    decision, _ = run(it, 1)
+    assert decision.step is not None
+    row = decision.step.rows[0]
+    assert (row.start, row.length, row.token_ids, row.samples) == (6, 1, (5,), True)
+
+
+@pytest.mark.parametrize("granted", [True, False])
+@pytest.mark.parametrize("first_token", [True, False])
+def test_a_lost_hand_off_is_computed_here_with_what_was_already_sent(granted: bool, first_token: bool) -> None:
+    it = scheduler()
+    remote = sequence(6, 3)
+    remote.state = SequenceState.REMOTE
+    if granted:
+        it.add(remote)
+        run(it, 0)
+        assert remote in it.granted
+    if first_token:
+        it.accept(remote, 5)
+    it.compute_here(remote)
+    decision, outputs = run(it, 1)
+    assert decision.step is not None
+    row = decision.step.rows[0]
+    assert row.token_ids == (1, 2, 3, 4, 5, 6) + (5,) * first_token
+    assert [output.token_ids for _, output in outputs] == [(7,)]
+    assert remote.output_ids == [5] * first_token + [7]
+
+
+def test_prompts_for_peers_hold_no_more_than_their_share_until_granted() -> None:
+    it = scheduler(num_blocks=41, ungranted_share_percent=25)  # 10 of 40
+    jobs = [sequence(20, 1, arrival=i, peer=True) for i in range(3)]
+    local = sequence(4, 1, arrival=5)
+    for one in (*jobs, local):
+        it.add(one)
+    decision, _ = run(it, 0)
+    assert decision.asking == (jobs[0],)
+    for number in range(1, 4):
+        decision, _ = run(it, number)
+    assert it.waiting == [jobs[2]]  # two of five blocks each are the share; a local request passes
+    jobs[0].ungranted = False
+    decision, _ = run(it, 4)
+    assert decision.asking == (jobs[2],)
+
+
+def test_a_prompt_for_a_peer_keeps_its_blocks_until_released() -> None:
+    it = scheduler()
+    job = sequence(6, 1, peer=True)
+    it.add(job)
+    run(it, 0)
+    assert job.state is SequenceState.PARKED
+    assert it.blocks.num_owned == 2
+    it.release(job)
+    assert it.blocks.num_free == it.blocks.total
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits_whole_and_nobody_passes_it() -> None:
+    it = scheduler(chunked_prefill=False, max_model_len=16)
+    it.add(sequence(2, 14))
+    run(it, 0)
+    long, short = sequence(15, 1, arrival=1), sequence(2, 1, arrival=2)
+    it.add(long)
+    it.add(short)
+    assert lengths(run(it, 1)[0]) == [1, 15]
+    longest = scheduler(chunked_prefill=False, max_model_len=16)
+    for i in range(2):
+        longest.add(sequence(1, 4, arrival=i))
+    run(longest, 0)
+    long, short = sequence(15, 1, arrival=3), sequence(2, 1, arrival=4)
+    longest.add(long)
+    longest.add(short)
+    assert [lengths(run(longest, n)[0]) for n in range(1, 5)] == [[1, 1], [1, 1], [1, 1], [15]]
+
+
+def test_a_budget_that_could_starve_a_decode_is_refused() -> None:
+    with pytest.raises(ValueError, match="a decode would wait"):
+        scheduler(max_num_batched_tokens=4, max_num_seqs=8)
+    with pytest.raises(ValueError, match="without chunked prefill"):
+        scheduler(chunked_prefill=False)
