@@ -115,7 +115,8 @@ def finish(machine: Machine, now: float) -> MachinePatch:
 
 def roll_back(machine: Machine, now: float, deadline_seconds: float) -> MachinePatch:
     """Past the deadline: raise the epoch and run the same path back to where it came from."""
-    assert machine.move is not None and machine.move.from_role is not None
+    assert machine.move is not None
+    assert machine.move.from_role is not None
     move = replace(
         machine.move,
         from_role=machine.move.to_role,

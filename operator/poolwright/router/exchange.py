@@ -1,0 +1,294 @@
+"""One inference request, from its arrival at the router to its outcome: choose, send, retry, relay, measure.
+
+Retries happen only before the first event of an engine, on another machine, a bounded number of times.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import aiohttp
+
+from poolwright.core import routing
+from poolwright.core.machine import Machine
+from poolwright.core.routing import Choice, NoMachine, RoutingRequest
+from poolwright.router import events, inference
+from poolwright.router.assemble import Assembly
+from poolwright.router.config import RouterConfig
+from poolwright.router.errors import RequestError
+from poolwright.router.events import Kind
+from poolwright.router.fleet import Fleet
+from poolwright.router.inference import Inference
+from poolwright.router.ledger import Entry, Ledger
+from poolwright.router.meter import Meter
+from poolwright.router.metrics import RouterMetrics, Waiting
+from poolwright.router.relay import (
+    JSON,
+    Answer,
+    MachineFailed,
+    Receive,
+    Refused,
+    Relay,
+    Reply,
+    Scope,
+    Send,
+    forwarded_headers,
+    read_body,
+)
+from poolwright_protocol import names
+from poolwright_protocol.tickets import PromptMachine
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+_BROKEN = 502
+_TAIL_SECONDS = 0.25  # between [DONE] and the end of an engine's response
+
+
+class Lifetime:
+    """Until when a request may run; ended from outside with the code that says why."""
+
+    def __init__(self) -> None:
+        self.scope = asyncio.timeout(None)
+        self.code = 0
+
+    def end(self, code: int) -> None:
+        if not self.code:
+            self.code = code
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+
+class Exchanges:
+    """All inference requests of one router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        ledger: Ledger,
+        metrics: RouterMetrics,
+        relay: Relay,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._ledger = ledger
+        self._metrics = metrics
+        self._relay = relay
+        self._clock = clock
+        self._lifetimes: set[Lifetime] = set()
+
+    def end_all(self) -> None:
+        """The time for finishing is over: what still runs ends with an error that says so."""
+        for lifetime in list(self._lifetimes):
+            lifetime.end(503)
+
+    async def serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        waiting = Waiting(self._clock())
+        self._metrics.arrivals += 1
+        reply = Reply(send)
+        code = 500
+        try:
+            if len(self._metrics.in_flight) >= self._config.max_in_flight_requests:
+                raise self._unavailable(f"{self._config.max_in_flight_requests} requests are in flight already.")
+            self._metrics.in_flight[waiting] = None
+            code = await self._admitted(path, scope, receive, reply, waiting)
+        except RequestError as error:
+            code = await reply.error(error)
+        except Exception:
+            log.exception("A request failed path=%s", path)
+            await reply.broken(code, "The router failed.")
+        finally:
+            self._metrics.in_flight.pop(waiting, None)
+            self._metrics.finished(code)
+
+    async def _admitted(self, path: str, scope: Scope, receive: Receive, reply: Reply, waiting: Waiting) -> int:
+        try:
+            async with asyncio.timeout(self._config.body_timeout_seconds):
+                raw = await read_body(receive, scope, self._config.max_body_bytes)
+        except TimeoutError:
+            raise RequestError(408, "The body did not arrive in time.") from None
+        if raw is None:
+            return CLIENT_LEFT
+        request = inference.parse(raw)
+        self._metrics.prompt_tokens.estimated(request.prompt_tokens)
+        lifetime = Lifetime()
+        self._lifetimes.add(lifetime)
+        try:
+            async with lifetime.scope:
+                watcher = asyncio.create_task(_end_when_client_leaves(receive, lifetime, reply))
+                try:
+                    return await self._routed(path, request, forwarded_headers(scope), reply, waiting)
+                finally:
+                    watcher.cancel()
+        except TimeoutError:
+            if lifetime.code != CLIENT_LEFT:
+                await reply.broken(lifetime.code, "The router is shutting down.")
+            return lifetime.code
+        finally:
+            self._lifetimes.discard(lifetime)
+
+    async def _routed(
+        self, path: str, request: Inference, headers: dict[str, str], reply: Reply, waiting: Waiting
+    ) -> int:
+        tried: set[str] = set()
+        refusal: Answer | None = None
+        reason = ""
+        for _ in range(self._config.max_attempts):
+            choice = self._choose(request, tried)
+            if isinstance(choice, NoMachine):
+                reason = choice.reason
+                break
+            machine = choice.token
+            entry = self._ledger.begin(choice, request.prompt_tokens, self._clock())
+            try:
+                return await self._attempt(path, request, headers, reply, waiting, choice, entry)
+            except MachineFailed as failure:
+                self._ledger.failed(machine.uid, self._clock())
+                reason = str(failure)
+            except Refused as refused:
+                self._ledger.answered(machine.uid)
+                refusal = refused.answer
+            finally:
+                entry.close()
+            tried.add(machine.uid)
+        if refusal is not None:
+            return await reply.answer(refusal)
+        raise self._unavailable(f"No machine can take the request: {reason}.")
+
+    def _choose(self, request: Inference, tried: set[str]) -> Choice | NoMachine:
+        now = self._clock()
+        wanted = RoutingRequest(request.prompt_tokens, frozenset(tried), self._config.local_prompt_tokens)
+        return routing.choose(wanted, self._fleet.machines, self._ledger.loads(now), now)
+
+    async def _attempt(
+        self,
+        path: str,
+        request: Inference,
+        headers: dict[str, str],
+        reply: Reply,
+        waiting: Waiting,
+        choice: Choice,
+        entry: Entry,
+    ) -> int:
+        """The code of the outcome. Raises MachineFailed or Refused while nothing has reached the client."""
+        if choice.prompt is not None:
+            headers = {**headers, names.HEADER_PROMPT_MACHINE: self._ticket(choice.prompt)}
+        machine = choice.token
+        response = await self._relay.open(machine, "POST", path, request.body, headers)
+        try:
+            self._ledger.answered(machine.uid)
+            if response.status != 200 or response.content_type != "text/event-stream":
+                return await reply.answer(await self._relay.read(machine, response))
+            meter = Meter(self._metrics, waiting, entry, request.prompt_tokens, request.choices)
+            return await self._stream(machine, response, request, reply, meter)
+        finally:
+            response.close()  # gives the connection back after its end, and cuts it before
+
+    async def _stream(
+        self, machine: Machine, response: aiohttp.ClientResponse, request: Inference, reply: Reply, meter: Meter
+    ) -> int:
+        view = _View(request, meter)
+        broken = "its stream ended early"
+        try:
+            while not view.ended() and (data := await response.content.readany()):
+                out = view.feed(data, self._clock())
+                if view.failure and not reply.streaming:
+                    if view.failure.status == 503 and not meter.begun:
+                        raise Refused(view.failure)
+                    return await reply.answer(view.failure)
+                if view.ended() and reply.streaming and response.content.at_eof():
+                    await reply.end_events(out)
+                elif out and request.stream:
+                    await reply.event_bytes(out)
+                if view.failure:
+                    await reply.end_events()
+                    return view.failure.status
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            broken = str(error) or type(error).__name__
+        if not view.ended():
+            if not view.begun:
+                raise MachineFailed(f"machine {machine.name}: {broken}")
+            self._ledger.failed(machine.uid, self._clock())
+            return await reply.broken(_BROKEN, f"The engine broke off: {broken}.")
+        meter.finish()
+        if not response.content.at_eof():
+            with suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with asyncio.timeout(_TAIL_SECONDS):  # at its end the connection can be kept
+                    await response.content.readany()
+        if request.stream:
+            await reply.end_events()
+        else:
+            await reply.whole(200, view.assembly.body())
+        return 200
+
+    def _ticket(self, prompt: Machine) -> str:
+        assert prompt.host is not None
+        expires_at = time.time() + self._config.prompt_ticket_seconds
+        return PromptMachine(prompt.uid, prompt.host, prompt.kv_port, expires_at).encode(self._config.pool_key)
+
+    def _unavailable(self, message: str) -> RequestError:
+        return RequestError(
+            503, message, kind="ServiceUnavailableError", retry_after_seconds=self._config.retry_after_seconds
+        )
+
+
+class _View:
+    """An engine's stream as the client asked to see it."""
+
+    def __init__(self, request: Inference, meter: Meter) -> None:
+        self._request = request
+        self._meter = meter
+        self._splitter = events.Splitter()
+        self._whole = request.choices > 1 or not request.stream
+        self.assembly = Assembly()
+        self.begun = False
+        self._done = False
+        self.failure: Answer | None = None  # an error that the engine reported in the stream
+
+    def ended(self) -> bool:
+        """[DONE] has been seen."""
+        return self._done
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """What of this the client gets. Raises ValueError for what is no event stream."""
+        out: list[bytes] = []
+        for raw in self._splitter.feed(data):
+            event = events.read(raw, self._whole)
+            self.begun = True
+            shown = event.raw if self._request.continuous_usage else event.bare
+            if event.kind is Kind.TOKENS:
+                if event.usage:
+                    self._meter.tokens(event.choice, event.usage, now)
+            elif event.kind is Kind.USAGE:
+                self._meter.total(event.usage or {})
+                shown = event.raw if self._request.include_usage else b""
+            elif event.kind is Kind.DONE:
+                self._done = True
+            elif event.kind is Kind.ERROR:
+                self.failure = _failure(event)
+            if shown:
+                out += (shown, b"\n\n")
+            if not self._request.stream and event.fields and event.kind in (Kind.TOKENS, Kind.USAGE):
+                self.assembly.add(event.fields)
+            if self._done or self.failure:
+                break
+        return b"".join(out)
+
+
+def _failure(event: events.Event) -> Answer:
+    """The error that an engine reported in its stream, as the answer it would have been before the stream."""
+    error = (event.fields or {}).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+    return Answer(status, [JSON], json.dumps({"error": error}).encode())
+
+
+async def _end_when_client_leaves(receive: Receive, lifetime: Lifetime, reply: Reply) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not reply.ended:  # the server reports the end of an answer as a disconnect too
+        lifetime.end(CLIENT_LEFT)

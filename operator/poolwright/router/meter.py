@@ -1,0 +1,80 @@
+"""Tokens of one request turned into latencies, counts and ledger entries, by the usage that events carry."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from poolwright.router.ledger import Entry
+from poolwright.router.metrics import RouterMetrics, Waiting
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One choice."""
+
+    tokens: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+
+class Meter:
+    def __init__(self, metrics: RouterMetrics, waiting: Waiting, entry: Entry, estimate: int, choices: int) -> None:
+        self._metrics = metrics
+        self._waiting = waiting
+        self._entry = entry
+        self._estimate = estimate
+        self._choices = choices
+        self._corrected = False
+        self._streams: dict[int, _Stream] = {}
+
+    @property
+    def begun(self) -> bool:
+        """A token has been seen in this attempt."""
+        return bool(self._streams)
+
+    def tokens(self, choice: int, usage: dict[str, Any], now: float) -> None:
+        """Usage so far of one choice. An event with k tokens counts its gap once and k - 1 zeros."""
+        stream = self._streams.get(choice)
+        before = stream.tokens if stream else 0
+        new = usage.get("completion_tokens", 0) - before
+        if new <= 0:
+            return
+        if stream is None:
+            stream = self._streams[choice] = _Stream()
+        metrics = self._metrics
+        if not self._waiting.answered:
+            self._waiting.answered = True
+            self._entry.first_token(now)
+            metrics.ttft.observe(now - self._waiting.arrived)
+            if self._choices == 1:
+                self._correct(usage)
+        if before == 0:
+            stream.first_at = now
+            if new > 1:
+                metrics.tbt.observe(0.0, new - 1)
+                metrics.second_token.observe(0.0)
+        else:
+            gap = now - stream.last_at
+            metrics.tbt.observe(gap)
+            if new > 1:
+                metrics.tbt.observe(0.0, new - 1)
+            if before == 1:
+                metrics.second_token.observe(gap)
+        stream.tokens = before + new
+        stream.last_at = now
+        metrics.output_tokens += new
+
+    def total(self, usage: dict[str, Any]) -> None:
+        """The last event: usage of all choices together."""
+        self._correct(usage)
+
+    def finish(self) -> None:
+        """The request ended well."""
+        for stream in self._streams.values():
+            if stream.tokens > 1:
+                self._metrics.tpot.observe((stream.last_at - stream.first_at) / (stream.tokens - 1))
+
+    def _correct(self, usage: dict[str, Any]) -> None:
+        prompt_tokens = usage.get("prompt_tokens")
+        if not self._corrected and isinstance(prompt_tokens, int):
+            self._corrected = True
+            self._metrics.prompt_tokens.corrected(self._estimate, prompt_tokens)

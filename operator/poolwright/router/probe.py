@@ -1,0 +1,51 @@
+"""A look at every machine's /health, so that one that died is known to the ledger before its pod is known to be gone.
+
+A prompt machine gets no request from the router itself: without this, its death would only make it look idle.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from poolwright.core.machine import Machine
+from poolwright.core.routing import is_live
+from poolwright.router.fleet import Fleet
+from poolwright.router.ledger import Ledger
+from poolwright.router.relay import MachineFailed, Refused, Relay
+
+_SILENCES_THAT_COUNT = 3  # one late answer means load, not death
+
+
+class Probe:
+    def __init__(
+        self, relay: Relay, fleet: Fleet, ledger: Ledger, interval_seconds: float, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
+        self._relay = relay
+        self._fleet = fleet
+        self._ledger = ledger
+        self._interval_seconds = interval_seconds
+        self._silences: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_seconds)
+            machines = [machine for machine in self._fleet.machines if is_live(machine)]
+            await asyncio.gather(*(self._look(machine) for machine in machines))
+            alive = {machine.uid for machine in machines}
+            self._silences = {uid: count for uid, count in self._silences.items() if uid in alive}
+
+    async def _look(self, machine: Machine) -> None:
+        try:
+            async with asyncio.timeout(self._interval_seconds):
+                await self._relay.read(machine, await self._relay.open(machine, "GET", "/health", None, {}))
+        except TimeoutError:
+            self._silences[machine.uid] = self._silences.get(machine.uid, 0) + 1
+            if self._silences[machine.uid] >= _SILENCES_THAT_COUNT:
+                self._ledger.failed(machine.uid, self._clock())
+            return
+        except (MachineFailed, Refused):
+            self._ledger.failed(machine.uid, self._clock())
+            return
+        self._silences.pop(machine.uid, None)
+        self._ledger.answered(machine.uid)
