@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from poolwright_protocol.roles import RolePut, RoleState
-
 from poolwright.api.models import InferencePool
 from poolwright.core.machine import Machine
 from poolwright.core.reading import MetricsReading
 from poolwright.machines import Machines
+from poolwright_protocol.roles import RolePut, RoleState
 
 
 @dataclass(frozen=True, slots=True)

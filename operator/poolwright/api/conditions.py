@@ -1,0 +1,92 @@
+"""Condition types, the closed list of reasons of each, and the merge by Kubernetes' conventions.
+
+A condition is there from the first visit, Unknown until observed; its transition time changes only with its status.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from poolwright.api.models import Condition, ConditionStatus
+
+
+class ConditionType(StrEnum):
+    AVAILABLE = "Available"
+    PROGRESSING = "Progressing"
+    SLO_MET = "SLOMet"
+    METRICS_AVAILABLE = "MetricsAvailable"
+    REBALANCING = "Rebalancing"
+    MINIMUMS_MET = "MinimumsMet"
+    INFEASIBLE = "Infeasible"
+    MODEL_AVAILABLE = "ModelAvailable"
+    CHILD_CONFLICT = "ChildConflict"
+    PAUSED = "Paused"
+
+
+NOT_OBSERVED = "NotObserved"
+
+_REASONS: Mapping[ConditionType, frozenset[str]] = {
+    # True: clients are served, be it by fewer machines than asked for.
+    ConditionType.AVAILABLE: frozenset({"Serving", "Starting", "NoReadyMachine", "NoReadyRouter"}),
+    # True: on the way. False: there, or stuck, and then the message says on what.
+    ConditionType.PROGRESSING: frozenset(
+        {"MachinesStarting", "RoutersStarting", "AsSpecified", "Blocked", "InvalidSpec"}
+    ),
+    ConditionType.SLO_MET: frozenset({"Met", "Missed", "Idle", "InsufficientSamples", "MetricsUnknown"}),
+    ConditionType.METRICS_AVAILABLE: frozenset({"Complete", "Partial", "Stale", "Missing"}),
+    ConditionType.REBALANCING: frozenset({"Moving", "Settled"}),
+    ConditionType.MINIMUMS_MET: frozenset({"EveryPoolHasItsMinimum", "MinimumUnmet"}),
+    ConditionType.INFEASIBLE: frozenset({"ServiceTimeAboveTarget", "Feasible"}),
+    ConditionType.MODEL_AVAILABLE: frozenset({"Loaded", "NotYetLoaded", "ModelPathMissing"}),
+    ConditionType.CHILD_CONFLICT: frozenset({"OwnedByAnother", "NoConflict"}),
+    ConditionType.PAUSED: frozenset({"ModePaused", "ModeNotPaused"}),
+}
+
+
+def reasons(kind: ConditionType) -> frozenset[str]:
+    """All words that may stand in `reason`."""
+    return _REASONS[kind] | {NOT_OBSERVED}
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a condition is now; when it became so is the merge's to find."""
+
+    kind: ConditionType
+    status: bool | None  # None: Unknown
+    reason: str
+    message: str = ""
+
+
+def merge(
+    previous: Iterable[Mapping[str, Any]], observed: Sequence[Observed], generation: int, now: str
+) -> list[Condition]:
+    """Every type, in fixed order. What is not observed this time stays as it was. `now` is RFC 3339.
+
+    Raises ValueError for a reason outside the closed list.
+    """
+    before = {str(c.get("type")): c for c in previous}
+    latest = {o.kind: o for o in observed}
+    merged = []
+    for kind in ConditionType:
+        old, new = before.get(kind.value), latest.get(kind)
+        if new is None and old is not None:
+            merged.append(Condition.model_validate(dict(old)))
+            continue
+        new = new or Observed(kind, None, NOT_OBSERVED)
+        if new.reason not in reasons(kind):
+            raise ValueError(f"{new.reason} is no reason of condition {kind.value}")
+        status = ConditionStatus.UNKNOWN if new.status is None else ConditionStatus(str(new.status))
+        same = old is not None and old.get("status") == status.value and old.get("lastTransitionTime")
+        merged.append(
+            Condition(
+                type=kind.value,
+                status=status,
+                reason=new.reason,
+                message=new.message[:2048],
+                observed_generation=generation,
+                last_transition_time=str(old["lastTransitionTime"]) if same and old is not None else now,
+            )
+        )
+    return merged

