@@ -1,0 +1,11 @@
+"""The only Kubernetes client of Poolwright: list, watch, apply, patch; and the machines of a pool as its pods.
+
+It is built on the asynchronous official client: a watch or a request is cancelled like any other coroutine, and nothing
+waits in a thread. It knows no policy and renders nothing.
+"""
+
+from poolwright.kube.client import ApiError, KubeClient
+from poolwright.kube.machines import CordonedNodes, KubeMachines
+from poolwright.kube.resources import Resource
+
+__all__ = ["ApiError", "CordonedNodes", "KubeClient", "KubeMachines", "Resource"]

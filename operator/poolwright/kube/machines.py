@@ -1,0 +1,257 @@
+"""The machines of one pool as its engine pods: the `Machines` protocol over labels, annotations and pod status.
+
+Pod metadata is only ever written by a JSON Patch that tests uid and epoch; an apply would leave a label that another
+manager set, or create a pod that has just gone. Broken annotations count as absent and are named in the log once.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any
+
+from poolwright.core.machine import Machine, MachinePatch, Move
+from poolwright.kube.client import ApiError, KubeClient, Manifest, unavailable
+from poolwright.kube.resources import NODES, PODS
+from poolwright.machines import Conflict
+from poolwright_protocol import names
+from poolwright_protocol.roles import Role
+
+log = logging.getLogger(__name__)
+
+ENGINE_CONTAINER = "engine"
+_PORTS = {"api": names.API_PORT, "admin": names.ADMIN_PORT, "kv": names.KV_PORT}
+_CORDON_TTL_SECONDS = 5.0
+_GONE_PHASES = ("Failed", "Succeeded")
+
+
+class CordonedNodes:
+    """Names of the nodes that take no new pods; empty for good where the operator may not read nodes."""
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+        self._names: frozenset[str] = frozenset()
+        self._read_at: float | None = None
+        self._forbidden = False
+
+    async def names(self) -> frozenset[str]:
+        now = monotonic()
+        if self._forbidden or (self._read_at is not None and now - self._read_at < _CORDON_TTL_SECONDS):
+            return self._names
+        try:
+            nodes = await self._client.list(NODES, None, fields="spec.unschedulable=true")
+        except ApiError as error:
+            if error.status not in (401, 403):
+                raise
+            self._forbidden = True
+            log.warning("Nodes are not readable; cordoned ones are not noticed error=%s", error.message)
+            return self._names
+        self._names = frozenset(str(node["metadata"]["name"]) for node in nodes)
+        self._read_at = now
+        return self._names
+
+
+@dataclass(frozen=True, slots=True)
+class SeenEpoch:
+    """The epoch annotation as it was read, also where it is missing or broken: what a patch must find unchanged."""
+
+    text: str | None
+    has_annotations: bool = True
+
+
+class KubeMachines:
+    """`machines.Machines` over the engine pods of one pool."""
+
+    def __init__(self, client: KubeClient, namespace: str, pool: str, cordoned: CordonedNodes | None = None) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._labels = engine_selector(pool)
+        self._cordoned = cordoned
+        self._odd_epochs: dict[str, SeenEpoch] = {}  # by uid; only those that read as 0 without saying "0"
+        self._complaints: dict[str, str] = {}  # uid → last complaint, so that each is logged once
+
+    async def list(self) -> tuple[Machine, ...]:
+        try:
+            pods = await self._client.list(PODS, self._namespace, labels=self._labels)
+            cordoned = await self._cordoned.names() if self._cordoned else frozenset[str]()
+        except ApiError as error:
+            raise unavailable(error) from error
+        return self._machines(pods, cordoned)
+
+    async def watch(self) -> AsyncGenerator[tuple[Machine, ...], None]:
+        last: tuple[Machine, ...] | None = None
+        sets = self._client.watch_set(PODS, self._namespace, labels=self._labels)
+        async with aclosing(sets):
+            async for pods in sets:
+                machines = self._machines(tuple(pods.values()), frozenset())
+                if machines != last:  # most changes of a pod, such as heartbeats of conditions, change no machine
+                    last = machines
+                    yield machines
+
+    async def patch(self, patch: MachinePatch) -> Machine:
+        operations = patch_operations(patch, self._epoch_to_test(patch))
+        try:
+            pod = await self._client.json_patch(PODS, self._namespace, patch.name, operations)
+        except ApiError as error:
+            if error.status in (404, 409, 422):
+                self._odd_epochs.pop(patch.uid, None)
+                what = "is gone" if error.status == 404 else f"is no longer {patch.uid} at epoch {patch.expected_epoch}"
+                raise Conflict(f"machine {patch.name} {what}") from error
+            raise unavailable(error) from error
+        self._remember(pod)
+        return machine_of(pod)[0]
+
+    def _machines(self, pods: Sequence[Manifest], cordoned: frozenset[str]) -> tuple[Machine, ...]:
+        machines = []
+        alive = set()
+        for pod in pods:
+            if pod.get("status", {}).get("phase") in _GONE_PHASES:
+                continue  # evicted or finished: it never serves again, and its ReplicaSet replaces it
+            machine, complaint = machine_of(pod, cordoned)
+            machines.append(machine)
+            alive.add(machine.uid)
+            self._remember(pod)
+            if complaint and self._complaints.get(machine.uid) != complaint:
+                log.warning("Annotations of a pod were ignored machine=%s error=%s", machine.name, complaint)
+                self._complaints[machine.uid] = complaint
+        for known in (self._odd_epochs, self._complaints):
+            for uid in known.keys() - alive:
+                known.pop(uid)
+        return tuple(sorted(machines, key=lambda machine: machine.name))
+
+    def _remember(self, pod: Manifest) -> None:
+        annotations = pod["metadata"].get("annotations") or {}
+        text = annotations.get(names.ANNOTATION_ROLE_EPOCH)
+        uid = pod["metadata"]["uid"]
+        if text is None or not _is_epoch(text):
+            self._odd_epochs[uid] = SeenEpoch(text, has_annotations=bool(annotations))
+        else:
+            self._odd_epochs.pop(uid, None)
+
+    def _epoch_to_test(self, patch: MachinePatch) -> SeenEpoch:
+        """What the reader of this patch saw; never anything newer that was read since."""
+        written = SeenEpoch(str(patch.expected_epoch))
+        return self._odd_epochs.get(patch.uid, written) if patch.expected_epoch == 0 else written
+
+
+def engine_selector(pool: str) -> str:
+    return f"{names.LABEL_POOL}={pool},{names.LABEL_COMPONENT}={names.COMPONENT_ENGINE}"
+
+
+def router_selector(pool: str) -> str:
+    return f"{names.LABEL_POOL}={pool},{names.LABEL_COMPONENT}={names.COMPONENT_ROUTER}"
+
+
+def machine_of(pod: Manifest, cordoned: frozenset[str] = frozenset()) -> tuple[Machine, str]:
+    """The pod as a machine, and what was wrong with its annotations ("" if nothing was)."""
+    meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
+    complaints: list[str] = []
+
+    def parsed(key: str, where: dict[str, str], parse: Any) -> Any:
+        text = where.get(key)
+        if text is None:
+            return None
+        try:
+            return parse(text)
+        except ValueError as error:
+            complaints.append(f"{key}: {error}")
+            return None
+
+    role = parsed(names.LABEL_ROLE, labels, Role)
+    epoch = parsed(names.ANNOTATION_ROLE_EPOCH, annotations, _parse_epoch)
+    role_since = parsed(names.ANNOTATION_ROLE_SINCE, annotations, parse_time)
+    move = parsed(names.ANNOTATION_MOVE, annotations, Move.from_json)
+    ports = _ports(spec)
+    machine = Machine(
+        name=meta["name"],
+        uid=meta["uid"],
+        machine_class=labels.get(names.LABEL_MACHINE_CLASS, ""),
+        host=status.get("podIP") or None,
+        ready=any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ()),
+        role=role,
+        role_epoch=epoch or 0,
+        role_since=role_since,
+        move=move,
+        created_at=parse_time(meta["creationTimestamp"]),
+        api_port=ports["api"],
+        admin_port=ports["admin"],
+        kv_port=ports["kv"],
+        deleting="deletionTimestamp" in meta,
+        cordoned=spec.get("nodeName") in cordoned,
+        restarts=sum(
+            c.get("restartCount", 0) for c in status.get("containerStatuses") or () if c["name"] == ENGINE_CONTAINER
+        ),
+    )
+    return machine, "; ".join(complaints)
+
+
+def patch_operations(patch: MachinePatch, seen: SeenEpoch) -> list[dict[str, Any]]:
+    """The JSON Patch of a test-and-set."""
+    operations: list[dict[str, Any]] = [{"op": "test", "path": "/metadata/uid", "value": patch.uid}]
+    if seen.has_annotations:
+        operations.append({"op": "test", "path": _annotation(names.ANNOTATION_ROLE_EPOCH), "value": seen.text})
+    else:
+        operations.append({"op": "test", "path": "/metadata/annotations", "value": None})
+        operations.append({"op": "add", "path": "/metadata/annotations", "value": {}})
+    operations.append({"op": "add", "path": _annotation(names.ANNOTATION_ROLE_EPOCH), "value": str(patch.epoch)})
+    desired = [
+        (_label(names.LABEL_ROLE), patch.role.value if patch.role else None),
+        (
+            _annotation(names.ANNOTATION_ROLE_SINCE),
+            format_time(patch.role_since) if patch.role_since is not None else None,
+        ),
+        (_annotation(names.ANNOTATION_MOVE), patch.move.to_json() if patch.move else None),
+    ]
+    for path, value in desired:
+        operations.append({"op": "add", "path": path, "value": value or ""})
+        if value is None:  # a remove alone fails where there is nothing to remove
+            operations.append({"op": "remove", "path": path})
+    return operations
+
+
+def format_time(unix_seconds: float) -> str:
+    """RFC 3339 with microseconds, as the API writes a MicroTime."""
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def parse_time(text: str) -> float:
+    """Unix seconds of an RFC 3339 time. Raises ValueError."""
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"not a time with a zone: {text!r}")
+    return moment.timestamp()
+
+
+def _parse_epoch(text: str) -> int:
+    if not _is_epoch(text):
+        raise ValueError(f"not a non-negative integer: {text!r}")
+    return int(text)
+
+
+def _is_epoch(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _ports(spec: Manifest) -> dict[str, int]:
+    found = dict(_PORTS)
+    for container in spec.get("containers") or ():
+        if container.get("name") == ENGINE_CONTAINER:
+            for port in container.get("ports") or ():
+                if port.get("name") in found:
+                    found[port["name"]] = int(port["containerPort"])
+    return found
+
+
+def _label(key: str) -> str:
+    return "/metadata/labels/" + _escape(key)
+
+
+def _annotation(key: str) -> str:
+    return "/metadata/annotations/" + _escape(key)
+
+
+def _escape(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
