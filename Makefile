@@ -37,14 +37,26 @@ lint: venv ## Style and import rules
 type: venv ## Types
 	@$(BIN)/mypy
 
-generate: venv ## Write the CRD from the models, into crds/ and the chart
-	@$(BIN)/python -m poolwright.api.crd
+generate: venv ## Write the CRD from the models, into crds/ and the chart, and its reference into docs/
+	@$(BIN)/python -m poolwright.api.crd && $(BIN)/python scripts/reference.py
 
 verify: generate lint type ## Generate, lint, type-check, and fail when a generated file changed
-	@git diff --exit-code -- crds helm
+	@git diff --exit-code -- crds helm docs/reference
 
 lock: venv ## Resolve pyproject.toml into locks/ (needs uv)
 	@$(BIN)/python scripts/lock.py $(ARGS)
+
+images: venv ## Build both images without Docker, as archives (root on Debian); prints their names
+	@PYTHONPATH=tests $(BIN)/python -m testbed images $(ARGS)
+
+cluster-up: venv ## Start a Kubernetes with one node on this machine (ARGS=--api: without the node, needs no root)
+	@PYTHONPATH=tests $(BIN)/python -m testbed up $(ARGS)
+
+cluster-down: venv ## End it, and remove what killed test runs left
+	@PYTHONPATH=tests $(BIN)/python -m testbed down
+
+cluster-status: venv ## What runs, where its kubeconfig is, how much memory it takes
+	@PYTHONPATH=tests $(BIN)/python -m testbed status
 
 bench: venv ## Ratios measured in one run: router against direct, batching
 	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done

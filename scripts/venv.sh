@@ -23,6 +23,15 @@ Linux-*) set -- "$@" -r locks/cuda.txt ;;
 esac
 echo "Making $venv: $([ -n "$cpu_wheel" ] && echo "CPU PyTorch from ${cpu_wheel##*/}" || echo "PyTorch from the package index")"
 "$python" -m venv --clear "$venv"
-PIP_FIND_LINKS="$links" "$venv/bin/pip" install --disable-pip-version-check --no-input --progress-bar "${PIP_PROGRESS_BAR:-on}" --no-deps --require-hashes "$@"
-"$venv/bin/pip" install --disable-pip-version-check --no-input --quiet --no-deps --no-index --no-build-isolation -e .
+pip() { PIP_FIND_LINKS="$links" "$venv/bin/pip" --disable-pip-version-check --no-input "$@"; }
+install() { pip install --progress-bar "${PIP_PROGRESS_BAR:-on}" --no-deps --require-hashes "$@"; }
+if [ -n "$cpu_wheel" ]; then
+  # Given all hashes of the lock, pip takes the index's larger build; given only the CPU build's, it takes that one.
+  cpu_only=$(mktemp)
+  trap 'rm -f "$cpu_only"' EXIT
+  { printf 'torch==2.13.0'; sed -n 's/^# cpu build: /\t--hash=sha256:/p' locks/dev.txt | tr -d '\n' | tr '\t' ' '; echo; } >"$cpu_only"
+  install -r "$cpu_only"
+fi
+install "$@"
+pip install --quiet --no-deps --no-index --no-build-isolation -e .
 touch "$venv/.ready"

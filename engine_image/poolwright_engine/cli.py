@@ -134,7 +134,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpu-threads", type=int, metavar="N", help="threads of a step (default: all cores)")
     parser.add_argument(
-        "--cpu-duty-percent", type=int, default=100, metavar="N", help="work at most this share of the time"
+        "--cpu-duty-percent", type=int, default=100, metavar="N", help="use at most this share of one core"
     )
     for kind in ("tensor", "pipeline", "data"):
         parser.add_argument(f"--{kind}-parallel-size", type=int, default=1, metavar="1", help="only 1 is supported")

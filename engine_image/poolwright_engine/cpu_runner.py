@@ -18,8 +18,9 @@ from poolwright_kernels.paged_attention import AttentionRow
 
 
 class CpuRunner:
-    """`duty_percent` below 100 makes a slower machine of this one: after each step the worker rests so long that it
-    worked at most that share of the time. The rest belongs to the step and is in its busy seconds."""
+    """`duty_percent` below 100 makes a slower machine of this one: after each step the worker rests until the process
+    has had at most that share of one core over the step. CPU time counts, not wall time: an engine that waited for a
+    busy core has rested already. The rest belongs to the step and is in its busy seconds."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class CpuRunner:
         self._model = model
         self._cache = KVCache(self.kv_shape, num_blocks, block_size, model.dtype)
         self._last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self._rest_per_work = (100 - duty_percent) / duty_percent
+        self._duty = duty_percent / 100
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="cpu-runner", initializer=_set_threads, initargs=(cpu_threads,)
         )
@@ -81,7 +82,7 @@ class CpuRunner:
                 raise ValueError(f"block {block_id} is outside [1, {self.num_blocks})")
 
     def _run(self, step: Step) -> StepResult:
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         token_ids: list[int | None] = [None] * len(step.rows)
         logprobs: list[TokenLogprobs | None] = [None] * len(step.rows)
         if step.rows:
@@ -92,8 +93,9 @@ class CpuRunner:
             for index, row, token in zip(sampling, rows, sampled, strict=True):
                 self._last_sampled[row.slot] = token.token_id
                 token_ids[index], logprobs[index] = token.token_id, token.logprobs
-        if self._rest_per_work:
-            time.sleep((time.perf_counter() - began) * self._rest_per_work)
+        if self._duty < 1:
+            used = time.process_time() - cpu_began
+            time.sleep(max(0.0, used / self._duty - (time.perf_counter() - began)))
         return StepResult(step.number, tuple(token_ids), tuple(logprobs), time.perf_counter() - began)
 
     def _forward(self, rows: Sequence[Row], sampling: Sequence[int]) -> Tensor:

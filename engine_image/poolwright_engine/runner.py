@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from poolwright_protocol.kv import KVShape
-
 from poolwright_engine.sequence import SamplingParams, TokenLogprobs
+from poolwright_protocol.kv import KVShape
 
 T_co = TypeVar("T_co", covariant=True)
 

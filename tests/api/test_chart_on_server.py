@@ -15,7 +15,7 @@ import yaml
 from poolwright.controller import names as child_names
 from poolwright.core.machine import Machine
 from poolwright.kube import KubeClient, KubeMachines
-from poolwright.kube.resources import DEPLOYMENTS, POOLS
+from poolwright.kube.resources import DEPLOYMENTS, POOLS, ROLES
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
 from support.helm_chart import CHART, Helm, of_kind, the
@@ -239,16 +239,27 @@ async def test_operator_serves_a_pool_with_the_rights_and_arguments_that_the_cha
             await eventually(replaced)
             assert "Traceback" not in operator.log
             assert await operator.stop() == 0
-    user = f"system:serviceaccount:{system}:{account}"
-    requests = [event for event in server.audit_events(since=mark) if event["user"]["username"] == user]
-    refused = [
-        f"{event['verb']} {event['requestURI']}" for event in requests if event["responseStatus"]["code"] in (401, 403)
-    ]
-    assert refused == []
+    requests = by_account(server, mark, system, account)
+    assert refused(requests) == set()
     assert granted(chart) - used(requests) <= {
         (names.GROUP, "inferencepools/finalizers", "update"),  # asked by an admission plug-in that is not on here
         ("events.k8s.io", "events", "get"),  # when an Event repeats
         ("events.k8s.io", "events", "update"),
+    }
+
+
+def by_account(server: Bed, mark: int, namespace: str, account: str) -> list[dict[str, Any]]:
+    """Finished requests of a service account since the mark."""
+    user = f"system:serviceaccount:{namespace}:{account}"
+    return [event for event in server.audit_events(since=mark) if event["user"]["username"] == user]
+
+
+def refused(requests: list[dict[str, Any]]) -> set[str]:
+    """Those that the account's rights did not cover."""
+    return {
+        f"{event['verb']} {event['objectRef']['resource']}"
+        for event in requests
+        if event["responseStatus"]["code"] in (401, 403)
     }
 
 
@@ -284,6 +295,7 @@ async def test_operator_of_one_namespace_serves_it_and_no_other(
     kubeconfig = account_kubeconfig(server, pod["serviceAccountName"], system, tmp_path)
     _, *arguments = pod["containers"][0]["args"]
     secret = root_secret(server, system)
+    mark = server.audit_mark()
     async with await KubeClient.connect(str(server.kubeconfig)) as client:
         with started_operator(arguments, kubeconfig, system, tmp_path, root_secret=secret) as operator:
             await make_pool(client, other, **THREE)
@@ -294,5 +306,9 @@ async def test_operator_of_one_namespace_serves_it_and_no_other(
 
             await eventually(served, 60)
             assert await client.list(DEPLOYMENTS, other) == []
+            assert len(await client.list(ROLES, llm, labels=names.LABEL_POOL)) == 1, "it granted its router nothing"
             assert "Traceback" not in operator.log
             assert await operator.stop() == 0
+    requests = by_account(server, mark, system, pod["serviceAccountName"])
+    assert requests
+    assert refused(requests) <= {"list nodes"}, "asked once; cordoned nodes are then not noticed"

@@ -149,13 +149,13 @@ TINY_TOKENS = 16
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def tiny(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_torch_thread: None
 ) -> tuple[LoadedModel, list[Expected]]:
     from transformers import AutoModelForCausalLM
 
     folder = write_tiny_llama(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param])
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return load_model(folder), ask_transformers(theirs, TINY_PROMPTS, count=30)
+    return load_model(folder), ask_transformers(theirs, TINY_PROMPTS, TINY_TOKENS)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

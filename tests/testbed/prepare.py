@@ -22,6 +22,7 @@ STEPS: dict[str, Callable[[], object]] = {
 }
 WANTED_BY_FIXTURE = {
     "api_server": ("control-plane",),
+    "lender": ("control-plane",),
     "own_api_server": ("control-plane",),
     "node_cluster": ("control-plane", "node-packages", "node"),
     "helm": ("helm",),

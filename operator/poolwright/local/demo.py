@@ -6,6 +6,7 @@ more or less in a pool decides between met and missed; everything else is the pr
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -21,7 +22,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
 from poolwright.api.models import InferencePool, InvalidPool
 from poolwright.controller.ports import Event
@@ -30,19 +30,21 @@ from poolwright.local.pool import LocalPool, memory_mebibytes
 from poolwright.local.traffic import Client, Outcome, Shape, percentile
 from poolwright.local.view import Scene, View
 
-# Multiples of what is measured unloaded. TTFT: a prompt may wait for two others. TBT: a step may be shared until it
-# takes twice as long.
-TTFT_MULTIPLE = 3.0
-TBT_MULTIPLE = 2.0
+# Multiples of what is measured unloaded. TTFT: a prompt may wait for another one and a half. TBT: a step may be shared
+# until it takes a little more than twice as long.
+TTFT_MULTIPLE = 2.5
+TBT_MULTIPLE = 2.2
 
-PROMPT_HEAVY = Shape(prompt_words=170, output_tokens=6)
-DECODE_HEAVY = Shape(prompt_words=12, output_tokens=48)
+PROMPT_HEAVY = Shape(prompt_words=110, output_tokens=6)
+DECODE_HEAVY = Shape(prompt_words=12, output_tokens=16)
 
 # Of one prompt machine's rate: more than one prompt machine and one mixed can do, less than two prompt machines can.
-PROMPT_LOAD = 1.7
+PROMPT_LOAD = 1.6
 # The gap that all streams on one token machine would see, over the target; half of them stay below it.
 DECODE_OVERLOAD = 1.35
 MAX_STREAMS = 48
+# So many requests must end in a second for the policy to judge a pool on 20 samples a window.
+DECODE_REQUESTS_PER_SECOND = 1.6
 
 PHASE_SECONDS = 62.0
 AFTER_SECONDS = 18.0  # the end of each phase, by which a pool in mode Active should have settled
@@ -61,6 +63,12 @@ class Load:
     tbt_unloaded: float
     requests_per_second: float
     streams: int
+
+    @property
+    def decode_shape(self) -> Shape:
+        gap = self.tbt_unloaded * TBT_MULTIPLE * DECODE_OVERLOAD
+        tokens = round(self.streams / (DECODE_REQUESTS_PER_SECOND * gap))
+        return replace(DECODE_HEAVY, output_tokens=max(8, min(48, tokens)))
 
     @property
     def ttft_target_milliseconds(self) -> int:
@@ -237,6 +245,7 @@ async def _pool(
         )
         yield pool
     finally:
+        (folder / "status.json").write_text(json.dumps(pool.store.status, indent=1))
         if watcher:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
@@ -269,12 +278,10 @@ async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene,
     try:
         await client.one(PROMPT_HEAVY)  # the first request warms up what is lazily made
         prompts = [await client.one(PROMPT_HEAVY) for _ in range(4)]
-        decodes = [await client.one(replace(DECODE_HEAVY, output_tokens=16)) for _ in range(2)]
+        decodes = [await client.one(DECODE_HEAVY) for _ in range(2)]
         decoders = sum(1 for m in await pool.machines.list() if m.role is not None and m.role.value != "prompt")
         shared_by = 6
-        shared = await asyncio.gather(
-            *(client.one(replace(DECODE_HEAVY, output_tokens=16)) for _ in range(shared_by * decoders))
-        )
+        shared = await asyncio.gather(*(client.one(DECODE_HEAVY) for _ in range(shared_by * decoders)))
         if failed := [o.error for o in client.outcomes if o.error]:
             raise DemoFailed(f"a request failed while nothing else ran: {failed[0]}")
         ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
@@ -327,7 +334,7 @@ async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View,
                 "TBT",
                 load.tbt_target_milliseconds / 1000,
                 client,
-                lambda stop: client.closed_loop(DECODE_HEAVY, load.streams, stop),
+                lambda stop: client.closed_loop(load.decode_shape, load.streams, stop),
                 pool,
                 scene,
                 view,
@@ -389,21 +396,17 @@ def _unix(text: str) -> float:
 
 def _summarize(console: Console, runs: Sequence[Run], pool: LocalPool, load: Load) -> bool:
     """Print it; True when every promise holds."""
-    table = Table("mode", "phase", "metric", "target", "before the move", "after", "moves", "verdict", title="Summary")
+    console.print("\nSummary", style="bold")
     for run in runs:
         for phase in run.phases:
             moved = ", ".join(f"{m.get('from', '?')}→{m['to']} {m.get('outcome', 'running')}" for m in phase.moves)
-            table.add_row(
-                run.mode,
-                phase.name,
-                phase.metric,
-                f"P90 {phase.target_seconds * 1000:.0f} ms",
-                _percentiles(phase.before),
-                _percentiles(phase.after),
-                moved or "none",
-                "[green]met[/]" if phase.met else "[red]missed[/]",
+            console.print(
+                f"  {run.mode}, {phase.name}: {phase.metric} target P90 {phase.target_seconds * 1000:.0f} ms, "
+                + ("[green]met[/]" if phase.met else "[red]missed[/]")
+                + f"\n    moves: {moved or 'none'}"
+                + f"\n    before: {_percentiles(phase.before)}\n    after:  {_percentiles(phase.after)}",
+                highlight=False,
             )
-    console.print(table)
     active = runs[-1]
     failures = [error for run in runs for error in run.failures]
     promises = [

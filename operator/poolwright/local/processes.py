@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import random
 import shutil
 import signal
 import socket
@@ -11,18 +12,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PORTS = (20_000, 30_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports that were free a moment ago, all different, and below those the system gives to outgoing connections: an
+    engine listens seconds after it was told its ports. Raises OSError when there are none."""
+    free: list[int] = []
+    for port in random.sample(range(*_PORTS), k=_PORTS[1] - _PORTS[0]):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        free.append(port)
+        if len(free) == count:
+            return free
+    raise OSError(f"no {count} free ports between {_PORTS[0]} and {_PORTS[1]}")
 
 
 def program(name: str) -> str:
@@ -64,12 +70,13 @@ class Process:
         return self._child.returncode
 
     def last_line(self) -> str:
-        """The log's last non-empty line: why it ended, as far as it said."""
+        """The log's last line in the program's own name, else the last one: why it ended, as far as it said."""
         try:
             lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
-        return lines[-1].strip() if lines else "no output"
+        own = [line for line in lines if line.startswith("poolwright")]
+        return (own or lines or ["no output"])[-1].strip()
 
     def terminate(self) -> None:
         """Ask it to stop; an engine drains first."""

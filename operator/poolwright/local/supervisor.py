@@ -7,6 +7,7 @@ edit of model, engine or template replaces machines one at a time.
 
 import asyncio
 import hashlib
+import math
 import re
 import time
 import uuid
@@ -36,10 +37,10 @@ class _Engine:
     digest: str
     command: list[str]
     environment: dict[str, str]
-    ports: tuple[int, int, int]
+    ports: tuple[int, int, int] = (0, 0, 0)
     process: Process | None = None
     failures: int = 0
-    restart_at: float = 0.0
+    restart_at: float = math.inf  # inf while it runs or is being started
     retiring: bool = False
     problem: str = ""
 
@@ -80,10 +81,9 @@ class Supervisor:
         return self._router_ready
 
     def first_problem(self) -> str:
-        """Why an engine does not run, in its own words; empty where all do."""
-        return next(
-            (f"{name}: {engine.problem}" for name, engine in sorted(self._engines.items()) if engine.problem), ""
-        )
+        """Why an engine still does not run after a second try, in its own words; empty where none is so."""
+        stuck = (f"{name}: {e.problem}" for name, e in sorted(self._engines.items()) if e.problem and e.failures > 1)
+        return next(stuck, "")
 
     def metrics_targets(self) -> list[str]:
         """host:port of everything that exposes /metrics."""
@@ -175,7 +175,6 @@ class Supervisor:
     async def _start_engine(
         self, pool: InferencePool, machine_class: MachineClass, name: str, command: list[str], digest: str
     ) -> None:
-        api, admin, kv = free_ports(3)
         uid = str(uuid.uuid4())
         environment = {variable.name: variable.value or "" for variable in machine_class.template.env} | {
             names.ENV_POD_UID: uid,
@@ -185,8 +184,7 @@ class Supervisor:
             names.ENV_POOL_NAMESPACE: pool.metadata.namespace,
             names.ENV_POOL_KEY: self._settings.pool_key.hex(),
         }
-        ports = [f"--port={api}", f"--admin-port={admin}", f"--kv-port={kv}"]
-        engine = _Engine(machine_class.name, uid, digest, [*command, *ports], environment, (api, admin, kv))
+        engine = _Engine(machine_class.name, uid, digest, command, environment)
         self._engines[name] = engine
         self._machines.put(
             Machine(
@@ -200,9 +198,6 @@ class Supervisor:
                 role_since=None,
                 move=None,
                 created_at=time.time(),
-                api_port=api,
-                admin_port=admin,
-                kv_port=kv,
             )
         )
         await self._run_engine(name, engine)
@@ -214,8 +209,13 @@ class Supervisor:
             names.ENV_ROLE: machine.role.value if machine and machine.role else "",
             names.ENV_ROLE_EPOCH: str(machine.role_epoch if machine else 0),
         }
+        engine.restart_at = math.inf
+        api, admin, kv = free_ports(3)  # new ones at each start: what made it fail may have been a port
+        self._machines.observe(name, api_port=api, admin_port=admin, kv_port=kv)
+        engine.ports = (api, admin, kv)
+        command = [*engine.command, f"--port={api}", f"--admin-port={admin}", f"--kv-port={kv}"]
         log = self._settings.folder / f"{name}.log"
-        engine.process = await Process.start(engine.command, engine.environment | role, log)
+        engine.process = await Process.start(command, engine.environment | role, log)
         self.pids[name] = engine.process.pid
 
     def _retire(self, name: str, engine: _Engine) -> int:

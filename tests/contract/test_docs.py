@@ -1,0 +1,65 @@
+"""Documents that are generated are up to date, and what they tell a user to configure is accepted by its program."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from poolwright.api.conditions import ConditionType, reasons
+from poolwright.controller import names as child_names
+from poolwright.core.decision import Reason
+from poolwright_protocol import names
+from support import required
+
+ROOT = Path(__file__).parents[2]
+
+
+def scrape_config() -> str:
+    (snippet,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return str(snippet)
+
+
+def test_reference_is_what_the_crd_gives(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "reference.py"), str(tmp_path)], check=True)
+    generated = Path("docs/reference/resource.md")
+    assert (ROOT / generated).read_text() == (tmp_path / generated).read_text(), "run `make generate`"
+
+
+@pytest.mark.prometheus
+def test_prometheus_accepts_the_scrape_config(tmp_path: Path) -> None:
+    promtool = required.binary("promtool", "prometheus")
+    file = tmp_path / "prometheus.yml"
+    config = yaml.safe_load(scrape_config())
+    del config["scrape_configs"][0]["kubernetes_sd_configs"]  # Debian builds it without this discovery
+    file.write_text(yaml.safe_dump(config))
+    done = subprocess.run([promtool, "check", "config", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_scrape_config_finds_pods_by_their_label_and_port() -> None:
+    (job,) = yaml.safe_load(scrape_config())["scrape_configs"]
+    (keep,) = job["relabel_configs"]
+    label = re.sub(r"[^a-zA-Z0-9]", "_", names.LABEL_COMPONENT)
+    assert keep["source_labels"] == [
+        f"__meta_kubernetes_pod_label_{label}",
+        "__meta_kubernetes_pod_container_port_name",
+    ]
+    for found in (f"{names.COMPONENT_ROUTER};http", f"{names.COMPONENT_ENGINE};api"):
+        assert re.fullmatch(keep["regex"], found)
+    assert not re.fullmatch(keep["regex"], f"{names.COMPONENT_ENGINE};admin")
+
+
+def test_readme_points_at_the_service_that_the_example_makes() -> None:
+    assert f"service/{child_names.router_service('smollm2')} " in (ROOT / "README.md").read_text()
+
+
+def test_words_of_the_troubleshooting_table_are_words_of_the_resource() -> None:
+    text = (ROOT / "docs" / "how-to" / "troubleshoot.md").read_text()
+    known = {kind.value for kind in ConditionType} | {word for kind in ConditionType for word in reasons(kind)}
+    known |= {reason.value for reason in Reason} | {"RolledBack"}
+    spelled = set(re.findall(r"`([A-Z][A-Za-z]+)(?:=[A-Za-z]+)?`", text))
+    assert spelled - known == set()
+    assert spelled
