@@ -1,10 +1,12 @@
 """Greedy output equals transformers' token for token in float32, however a prompt is cut, batched and paged."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -196,9 +198,12 @@ def smollm2(smollm2_path: Path) -> tuple[LoadedModel, list[Expected]]:
         loaded.tokenizer.encode(loaded.tokenizer.render_chat([{"role": "user", "content": text}]), False)
         for text in REAL_PROMPTS
     ]
-    theirs = AutoModelForCausalLM.from_pretrained(
-        str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers asks for the same map once per module, which is half of the time it takes to load.
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        theirs = AutoModelForCausalLM.from_pretrained(
+            str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
+        ).eval()
     return loaded, ask_transformers(theirs, prompts, REAL_TOKENS)
 
 

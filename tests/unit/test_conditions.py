@@ -3,17 +3,13 @@
 import pytest
 
 from poolwright.api.conditions import NOT_OBSERVED, ConditionType, Observed, merge, reasons
-from poolwright.api.models import Condition
+from poolwright.api.models import Condition, ConditionStatus
 
 EARLY, LATE = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 
 
 def _by_type(conditions: list[Condition]) -> dict[str, Condition]:
     return {c.type: c for c in conditions}
-
-
-def _raw(conditions: list[Condition]) -> list[dict[str, object]]:
-    return [c.model_dump(mode="json", by_alias=True) for c in conditions]
 
 
 def test_every_type_is_there_from_the_first_visit_as_unknown() -> None:
@@ -23,29 +19,29 @@ def test_every_type_is_there_from_the_first_visit_as_unknown() -> None:
 
 
 def test_transition_time_changes_only_with_the_status() -> None:
-    met = Observed(ConditionType.SLO_MET, True, "Met", "both met")
+    met = Observed(ConditionType.SLO_MET, ConditionStatus.TRUE, "Met", "both met")
     first = merge([], [met], 1, EARLY)
-    same = merge(_raw(first), [Observed(ConditionType.SLO_MET, True, "Met", "still met")], 2, LATE)
+    same = merge(first, [Observed(ConditionType.SLO_MET, ConditionStatus.TRUE, "Met", "still met")], 2, LATE)
     assert _by_type(same)["SLOMet"].last_transition_time == EARLY
     assert (_by_type(same)["SLOMet"].message, _by_type(same)["SLOMet"].observed_generation) == ("still met", 2)
-    missed = merge(_raw(same), [Observed(ConditionType.SLO_MET, False, "Missed")], 2, LATE)
+    missed = merge(same, [Observed(ConditionType.SLO_MET, ConditionStatus.FALSE, "Missed")], 2, LATE)
     assert _by_type(missed)["SLOMet"].last_transition_time == LATE
 
 
 def test_what_is_not_observed_this_time_stays_as_it_was() -> None:
-    first = merge([], [Observed(ConditionType.PAUSED, True, "ModePaused")], 1, EARLY)
-    assert merge(_raw(first), [], 2, LATE) == first
+    first = merge([], [Observed(ConditionType.PAUSED, ConditionStatus.TRUE, "ModePaused")], 1, EARLY)
+    assert merge(first, [], 2, LATE) == first
 
 
 def test_merging_twice_is_merging_once() -> None:
-    observed = [Observed(kind, None, NOT_OBSERVED, "m") for kind in ConditionType]
+    observed = [Observed(kind, ConditionStatus.UNKNOWN, NOT_OBSERVED, "m") for kind in ConditionType]
     once = merge([], observed, 3, EARLY)
-    assert merge(_raw(once), observed, 3, LATE) == once
+    assert merge(once, observed, 3, LATE) == once
 
 
 def test_reason_outside_the_closed_list_is_refused() -> None:
     with pytest.raises(ValueError, match="no reason of condition Paused"):
-        merge([], [Observed(ConditionType.PAUSED, True, "Whatever")], 1, EARLY)
+        merge([], [Observed(ConditionType.PAUSED, ConditionStatus.TRUE, "Whatever")], 1, EARLY)
 
 
 def test_reasons_are_camel_case_words() -> None:

@@ -6,7 +6,6 @@ A condition is there from the first visit, Unknown until observed; its transitio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from poolwright.api.models import Condition, ConditionStatus
 
@@ -54,39 +53,35 @@ class Observed:
     """What a condition is now; when it became so is the merge's to find."""
 
     kind: ConditionType
-    status: bool | None  # None: Unknown
+    status: ConditionStatus
     reason: str
     message: str = ""
 
 
-def merge(
-    previous: Iterable[Mapping[str, Any]], observed: Sequence[Observed], generation: int, now: str
-) -> list[Condition]:
+def merge(previous: Iterable[Condition], observed: Sequence[Observed], generation: int, now: str) -> list[Condition]:
     """Every type, in fixed order. What is not observed this time stays as it was. `now` is RFC 3339.
 
     Raises ValueError for a reason outside the closed list.
     """
-    before = {str(c.get("type")): c for c in previous}
+    before = {c.type: c for c in previous}
     latest = {o.kind: o for o in observed}
     merged = []
     for kind in ConditionType:
         old, new = before.get(kind.value), latest.get(kind)
         if new is None and old is not None:
-            merged.append(Condition.model_validate(dict(old)))
+            merged.append(old)
             continue
-        new = new or Observed(kind, None, NOT_OBSERVED)
+        new = new or Observed(kind, ConditionStatus.UNKNOWN, NOT_OBSERVED)
         if new.reason not in reasons(kind):
             raise ValueError(f"{new.reason} is no reason of condition {kind.value}")
-        status = ConditionStatus.UNKNOWN if new.status is None else ConditionStatus(str(new.status))
-        same = old is not None and old.get("status") == status.value and old.get("lastTransitionTime")
         merged.append(
             Condition(
                 type=kind.value,
-                status=status,
+                status=new.status,
                 reason=new.reason,
                 message=new.message[:2048],
                 observed_generation=generation,
-                last_transition_time=str(old["lastTransitionTime"]) if same and old is not None else now,
+                last_transition_time=old.last_transition_time if old and old.status is new.status else now,
             )
         )
     return merged

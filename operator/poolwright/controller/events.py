@@ -7,9 +7,9 @@ import hashlib
 import logging
 import time
 
+from poolwright.api.times import format_time
 from poolwright.controller.ports import Event
 from poolwright.kube.client import ApiError, KubeClient, Manifest
-from poolwright.kube.machines import format_time
 from poolwright.kube.resources import EVENTS, POOLS
 from poolwright.machines import Unavailable
 

@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from poolwright.api.times import format_time
 from poolwright.kube.client import ApiError, KubeClient, Manifest
-from poolwright.kube.machines import format_time
 from poolwright.kube.resources import LEASES
 from poolwright.machines import Unavailable
 

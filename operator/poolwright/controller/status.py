@@ -7,13 +7,14 @@ they change by more than a tenth.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
 
 from poolwright.api import models
+from poolwright.api.conditions import ConditionType, Observed, merge
 from poolwright.api.models import Condition, ConditionStatus, InferencePool, InferencePoolStatus, PoolRole
+from poolwright.api.times import format_time, parse_time
 from poolwright.controller.ports import ChildrenState, Event
 from poolwright.core.decision import Decision, MoveRecord, ObjectiveReading, ObjectiveState, Outcome
 from poolwright.core.machine import Machine
@@ -96,7 +97,7 @@ def recorded_moves(status: InferencePoolStatus) -> tuple[MoveRecord, ...]:
     """`recentMoves` as the policy remembers them. Raises ValueError for a time that is none."""
     records = []
     for move in status.recent_moves:
-        started = unix_seconds(move.started_at)
+        started = parse_time(move.started_at)
         ended = None if move.duration_milliseconds is None else started + move.duration_milliseconds / 1000
         records.append(
             MoveRecord(
@@ -216,7 +217,7 @@ def _recent_move(record: MoveRecord) -> models.RecentMove:
         to=PoolRole(record.to_role.title_case),
         reason=record.reason[:_SHORT_CHARACTERS],
         repair=record.repair,
-        started_at=rfc3339(record.started_at),
+        started_at=format_time(record.started_at),
         duration_milliseconds=took,
         drained_seconds=None if record.drained_seconds is None else max(0, round(record.drained_seconds)),
         outcome=models.MoveOutcome(record.outcome.value) if record.outcome else None,
@@ -226,7 +227,9 @@ def _recent_move(record: MoveRecord) -> models.RecentMove:
 def _last_move(record: MoveRecord) -> models.LastMove:
     move = _recent_move(record)
     summary = f"{move.machine} {_step(move)}, {record.outcome.value if record.outcome else ''}"
-    return models.LastMove(time=rfc3339(record.finished_at or record.started_at), summary=summary[:_SHORT_CHARACTERS])
+    return models.LastMove(
+        time=format_time(record.finished_at or record.started_at), summary=summary[:_SHORT_CHARACTERS]
+    )
 
 
 def _step(move: models.RecentMove) -> str:
@@ -238,7 +241,7 @@ def _decisions(facts: Facts, old: Sequence[models.DecisionStatus], now: float) -
     if not decision.planned:
         return list(old)
     new = models.DecisionStatus(
-        time=rfc3339(now),
+        time=format_time(now),
         mode=facts.pool.spec.rebalance.mode,
         reason=decision.reason.value,
         message=decision.message[:_MESSAGE_CHARACTERS],
@@ -264,35 +267,21 @@ _Said = tuple[ConditionStatus, str, str]  # status, reason, message
 def _conditions(
     facts: Facts, objectives: Sequence[models.ObjectiveStatus], old: Iterable[Condition], now: float
 ) -> list[Condition]:
-    before = {c.type: c for c in old}
     unmet = facts.decision.minimum_unmet
-    said: dict[str, _Said] = {
-        "Available": _available(facts),
-        "Progressing": _progressing(facts),
-        "SLOMet": _slo_met(objectives, facts.reading),
-        "MetricsAvailable": _metrics_available(facts.reading),
-        "Rebalancing": _rebalancing(facts),
-        "MinimumsMet": _is(not unmet, "EveryPoolHasItsMinimum", "MinimumUnmet", unmet),
-        "Infeasible": _infeasible(facts.decision.objectives),
-        "ModelAvailable": _model_available(facts),
-        "ChildConflict": _child_conflict(facts.children),
-        "Paused": _is(facts.pool.spec.rebalance.mode is models.Mode.PAUSED, "ModePaused", "ModeNotPaused"),
+    said: dict[ConditionType, _Said] = {
+        ConditionType.AVAILABLE: _available(facts),
+        ConditionType.PROGRESSING: _progressing(facts),
+        ConditionType.SLO_MET: _slo_met(objectives, facts.reading),
+        ConditionType.METRICS_AVAILABLE: _metrics_available(facts.reading),
+        ConditionType.REBALANCING: _rebalancing(facts),
+        ConditionType.MINIMUMS_MET: _is(not unmet, "EveryPoolHasItsMinimum", "MinimumUnmet", unmet),
+        ConditionType.INFEASIBLE: _infeasible(facts.decision.objectives),
+        ConditionType.MODEL_AVAILABLE: _model_available(facts),
+        ConditionType.CHILD_CONFLICT: _child_conflict(facts.children),
+        ConditionType.PAUSED: _is(facts.pool.spec.rebalance.mode is models.Mode.PAUSED, "ModePaused", "ModeNotPaused"),
     }
-    conditions = []
-    for kind, (status, reason, message) in said.items():
-        known = before.get(kind)
-        since = known.last_transition_time if known and known.status is status else rfc3339(now, fraction=False)
-        conditions.append(
-            Condition(
-                type=kind,
-                status=status,
-                reason=reason,
-                message=message[:_MESSAGE_CHARACTERS],
-                observed_generation=facts.pool.metadata.generation,
-                last_transition_time=since,
-            )
-        )
-    return conditions
+    observed = [Observed(kind, *words) for kind, words in said.items()]
+    return merge(old, observed, facts.pool.metadata.generation, format_time(now, fraction=False))
 
 
 def _is(true: bool, reason: str, otherwise: str, message: str = "") -> _Said:
@@ -374,16 +363,6 @@ def _child_conflict(children: ChildrenState) -> _Said:
 
 
 # -------------------------------------------------------------------------------------------------------------- times
-
-
-def rfc3339(unix_seconds: float, fraction: bool = True) -> str:
-    moment = datetime.fromtimestamp(unix_seconds, UTC)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ" if fraction else "%Y-%m-%dT%H:%M:%SZ")
-
-
-def unix_seconds(text: str) -> float:
-    """Raises ValueError."""
-    return datetime.fromisoformat(text).timestamp()
 
 
 def _milliseconds(seconds: float) -> int:

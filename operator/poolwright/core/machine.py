@@ -5,7 +5,8 @@ any move after any crash, and two operators cannot both win.
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from poolwright_protocol.roles import Role
@@ -74,6 +75,17 @@ class Machine:
     deleting: bool = False
     cordoned: bool = False  # its node takes no new pods; the machine is expected to go
     restarts: int = 0
+
+    def to_row(self) -> dict[str, Any]:
+        """As plain JSON values: how local mode stores machines."""
+        return {**asdict(self), "move": self.move.to_json() if self.move else None}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> "Machine":
+        """Raises ValueError, TypeError or KeyError for anything that is not a machine."""
+        role = Role(row["role"]) if row["role"] else None
+        move = Move.from_json(row["move"]) if row["move"] else None
+        return cls(**{**row, "role": role, "move": move})
 
     @property
     def effective_role(self) -> Role | None:

@@ -8,10 +8,10 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
 
+from poolwright.api.times import format_time, parse_time
 from poolwright.core.machine import Machine, MachinePatch, Move
 from poolwright.kube.client import ApiError, KubeClient, Manifest, unavailable
 from poolwright.kube.resources import NODES, PODS
@@ -210,19 +210,6 @@ def patch_operations(patch: MachinePatch, seen: SeenEpoch) -> list[dict[str, Any
         if value is None:  # a remove alone fails where there is nothing to remove
             operations.append({"op": "remove", "path": path})
     return operations
-
-
-def format_time(unix_seconds: float) -> str:
-    """RFC 3339 with microseconds, as the API writes a MicroTime."""
-    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def parse_time(text: str) -> float:
-    """Unix seconds of an RFC 3339 time. Raises ValueError."""
-    moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None:
-        raise ValueError(f"not a time with a zone: {text!r}")
-    return moment.timestamp()
 
 
 def _parse_epoch(text: str) -> int:

