@@ -189,11 +189,24 @@ _GGUF_LAYER_NAMES = {
 }
 
 
+class _Reader(gguf.GGUFReader):
+    """Reads through a plain view of the mapped file: slicing a `memmap` object, as the library does for each of the
+    vocabulary's strings, costs many times more than slicing the array below it."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._view
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._view = np.asarray(mapped)
+
+
 def _from_gguf(path: Path, dtype: torch.dtype) -> tuple[ModelConfig, Weights, Tokenizer]:
     if path.suffix != ".gguf":
         raise LoadError(f"{path} is neither a .gguf file nor a folder")
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise LoadError(f"{path} is not a readable GGUF file: {_one_line(error)}") from error
     fields = reader.fields
