@@ -199,8 +199,9 @@ def smollm2(smollm2_path: Path) -> tuple[LoadedModel, list[Expected]]:
         for text in REAL_PROMPTS
     ]
     with pytest.MonkeyPatch.context() as patch:
-        # transformers asks for the same map once per module, which is half of the time it takes to load.
+        # transformers makes the same map once per module and reads the file twice: most of the time it takes to load.
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
         theirs = AutoModelForCausalLM.from_pretrained(
             str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
         ).eval()

@@ -109,7 +109,7 @@ async def run(options: Options) -> int:
                 return 0
             leading = True
             try:
-                return await _lead(client, options, operator, lease, stop)
+                return await _lead(client, options, operator, identity, lease, stop)
             finally:
                 leading = False
                 await operator.close()
@@ -118,7 +118,9 @@ async def run(options: Options) -> int:
             await runner.cleanup()
 
 
-async def _lead(client: KubeClient, options: Options, operator: Operator, lease: Lease, stop: asyncio.Event) -> int:
+async def _lead(
+    client: KubeClient, options: Options, operator: Operator, identity: str, lease: Lease, stop: asyncio.Event
+) -> int:
     holding = asyncio.create_task(lease.hold(), name="hold the Lease")
     stopping = asyncio.create_task(stop.wait(), name="wait for a signal")
     serving = asyncio.create_task(_wait_for_crd(client), name="wait for the CRD")
@@ -128,7 +130,7 @@ async def _lead(client: KubeClient, options: Options, operator: Operator, lease:
         if serving.done() and not stopping.done() and not holding.done():
             serving.result()
             kopf_ready = asyncio.Event()
-            serving = asyncio.create_task(_watch(options, operator, kopf_ready, kopf_stop), name="kopf")
+            serving = asyncio.create_task(_watch(options, operator, identity, kopf_ready, kopf_stop), name="kopf")
             ready = asyncio.create_task(kopf_ready.wait())
             await asyncio.wait({holding, stopping, serving, ready}, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
@@ -179,7 +181,9 @@ async def _wait_for_crd(client: KubeClient) -> None:
         await asyncio.sleep(_CRD_POLL_SECONDS)
 
 
-async def _watch(options: Options, operator: Operator, ready: asyncio.Event, stop: asyncio.Event) -> None:
+async def _watch(
+    options: Options, operator: Operator, identity: str, ready: asyncio.Event, stop: asyncio.Event
+) -> None:
     async def connect() -> KubeClient:
         return await KubeClient.connect(options.kubeconfig, options.context, user_agent="poolwright-operator")
 
@@ -187,6 +191,7 @@ async def _watch(options: Options, operator: Operator, ready: asyncio.Event, sto
         registry=handlers.build_registry(operator.queue.add, connect),
         settings=handlers.build_settings(),
         standalone=True,
+        identity=identity,  # type: ignore[arg-type]  # else kopf makes one of the user's name: a container has none
         clusterwide=not options.namespaces,
         namespaces=list(options.namespaces),
         ready_flag=ready,

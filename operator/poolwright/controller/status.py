@@ -167,9 +167,12 @@ _TRANSITIONS: Mapping[tuple[str, ConditionStatus], tuple[str, bool]] = {
 }
 
 
+_BORN_FALSE = frozenset({"Available", "MetricsAvailable", "MinimumsMet"})
+
+
 def _transition(condition: Condition, before: Mapping[str, ConditionStatus]) -> Event | None:
-    if condition.type not in before and condition.reason == "Starting":
-        return None  # a pool that has just been made is not yet anything
+    if condition.type not in before and condition.type in _BORN_FALSE:
+        return None  # a pool that has just been made has no machine yet, and nothing has been measured
     reason, good = _TRANSITIONS.get((condition.type, condition.status), ("", True))
     return Event("Normal" if good else "Warning", reason, condition.message or condition.reason) if reason else None
 
