@@ -114,9 +114,9 @@ class TestMoves:
         assert "TBT would come to" in decision.message
 
     def test_donor_test_counts_the_load_that_is_left_to_fewer_machines(self) -> None:
-        """30 streams on three token machines at half the target: with two, 1.5 times that is over 80 %; with six of
-        seven left it is not."""
-        busy = reading(ttft=5.0, tbt=0.035, tbt_count=20 * 30 / 0.035)
+        """30 streams on three token machines at 70 % of the target: with two, √1.5 times that is over 80 %; with six of
+        seven left, √(7/6) times that is not."""
+        busy = reading(ttft=5.0, tbt=0.042, tbt_count=20 * 30 / 0.042)
         assert World(spec(4), pool(P, T, T, T)).decide(busy).reason is Reason.DONOR_NOT_COMFORTABLE
         assert World(spec(8), pool(P, *[T] * 7)).decide(busy).reason is Reason.TTFT_MISSED
 

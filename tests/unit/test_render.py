@@ -197,6 +197,17 @@ def test_template_of_the_user_reaches_the_pod() -> None:
     assert template["volumeMounts"][0] in container["volumeMounts"]
 
 
+def test_engine_has_as_many_threads_as_its_limit_has_cpus_unless_told_otherwise() -> None:
+    def threads(template: dict[str, Any]) -> list[dict[str, Any]]:
+        made = engine_template(pool(machines=[{"name": "cpu", "replicas": 1, "template": template}]))
+        return [e for e in made["spec"]["containers"][0]["env"] if e["name"] == "OMP_NUM_THREADS"]
+
+    (by_limit,) = threads({})
+    assert by_limit["valueFrom"]["resourceFieldRef"] == {"resource": "limits.cpu", "divisor": "1"}
+    mine = {"name": "OMP_NUM_THREADS", "value": "3"}
+    assert threads({"env": [mine]}) == [mine]
+
+
 def test_every_pod_meets_the_restricted_standard() -> None:
     for deployment in render.children(pool(), IMAGES, KEY).deployments:
         pod = deployment["spec"]["template"]["spec"]

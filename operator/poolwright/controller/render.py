@@ -22,6 +22,7 @@ ANNOTATION_KEY_DIGEST = f"{names.GROUP}/key-digest"  # a new pool key is a new t
 SECRET_KEY = "pool-key"  # noqa: S105
 MODEL_MOUNT = "/poolwright/model"
 
+_ENV_THREADS = "OMP_NUM_THREADS"
 _USER_ID = 65532
 _ENGINE_GRACE_SECONDS = 60
 _ROUTER_GRACE_SECONDS = 60
@@ -122,6 +123,7 @@ def _engine_pod(pool: InferencePool, machine_class: MachineClass, images: Images
             _field(names.ENV_ROLE, f"metadata.labels['{names.LABEL_ROLE}']"),
             _field(names.ENV_ROLE_EPOCH, f"metadata.annotations['{names.ANNOTATION_ROLE_EPOCH}']"),
             *_pool_identity(pool),
+            *_threads(template),
             *(variable.model_dump(by_alias=True, exclude_none=True) for variable in template.env),
         ],
         "ports": [
@@ -154,6 +156,13 @@ def _engine_pod(pool: InferencePool, machine_class: MachineClass, images: Images
         ],
         **_placement(template, images),
     }
+
+
+def _threads(template: MachineTemplate) -> list[Manifest]:
+    """As many threads as the limit has CPUs, rounded up, else as the node has: more would throttle each other."""
+    if any(variable.name == _ENV_THREADS for variable in template.env):
+        return []
+    return [{"name": _ENV_THREADS, "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu", "divisor": "1"}}}]
 
 
 def _placement(template: MachineTemplate, images: Images) -> Manifest:

@@ -525,7 +525,9 @@ def _predicted(donor: ObjectiveReading | None, load: Load, from_role: Role, to_r
     if after <= 0:
         return math.inf
     if phase is Role.TOKEN:
-        return donor.stress * max(1.0, load.streams / after) / max(1.0, load.streams / before)
+        # A step is between memory-bound (its time does not depend on the streams in it) and compute-bound (it grows
+        # with them): the geometric middle of the two.
+        return donor.stress * math.sqrt(max(1.0, load.streams / after) / max(1.0, load.streams / before))
     busy = busy_share(load.requests_before_first_token, before)
     busier = busy * before / after
     if busier > MOST_BUSY_SHARE:

@@ -29,25 +29,30 @@ from poolwright.local.model import WHEEL_BYTES, ModelUnavailable, ensure_demo_mo
 from poolwright.local.pool import LocalPool, memory_mebibytes
 from poolwright.local.traffic import Client, Outcome, Shape, percentile
 from poolwright.local.view import Scene, View
+from poolwright_protocol.roles import Role
 
-# Multiples of what is measured unloaded. TTFT: a prompt may wait for another one and a half. TBT: a step may be shared
-# until it takes a little more than twice as long.
+# Multiples of what is measured unloaded. TTFT: a prompt may wait for one and a half others. TBT: a step may be shared
+# until it takes four times as long.
 TTFT_MULTIPLE = 2.5
-TBT_MULTIPLE = 2.2
+TBT_MULTIPLE = 4.0
 
-PROMPT_HEAVY = Shape(prompt_words=110, output_tokens=6)
-DECODE_HEAVY = Shape(prompt_words=12, output_tokens=16)
+PROMPT_HEAVY = Shape(prompt_words=60, output_tokens=4)
+DECODE_HEAVY = Shape(prompt_words=8, output_tokens=10)
 
-# Of one prompt machine's rate: more than one prompt machine and one mixed can do, less than two prompt machines can.
-PROMPT_LOAD = 1.6
-# The gap that all streams on one token machine would see, over the target; half of them stay below it.
-DECODE_OVERLOAD = 1.35
+# Arrivals over what the starting split sustains, one machine of each role. A mixed machine computes prompts in small
+# chunks, at under half of a prompt machine's speed; two prompt machines sustain about one and a half times as much.
+PROMPT_OVERLOAD = 1.2
+SATURATING_STREAMS = 6
+SATURATION_SECONDS = 12.0
+# The P90 of gaps that all streams on one token machine would see, over the target; half of them stay below it.
+DECODE_OVERLOAD = 1.3
+SHARED_BY = 5  # streams on each decoding machine when the growth of a step is measured
 MAX_STREAMS = 48
 # So many requests must end in a second for the policy to judge a pool on 20 samples a window.
-DECODE_REQUESTS_PER_SECOND = 1.6
+DECODE_REQUESTS_PER_SECOND = 0.85
 
 PHASE_SECONDS = 62.0
-AFTER_SECONDS = 18.0  # the end of each phase, by which a pool in mode Active should have settled
+AFTER_SECONDS = 15.0  # the end of each phase, by which a pool in mode Active should have settled
 LOAD_SECONDS = 240.0
 
 
@@ -272,38 +277,46 @@ def _split(pool: LocalPool) -> str:
 
 
 async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene, view: View, seed: int) -> Load:
-    """Unloaded TTFT and TBT, and how a step grows with the streams that share it."""
-    scene.phase = "Measuring unloaded"
+    """Unloaded TTFT and TBT; how a step grows with the streams that share it; what the starting split sustains."""
+    clock = asyncio.get_running_loop().time
     client = Client(pool.supervisor.router_url, manifest["spec"]["model"]["name"], seed)
     try:
+        scene.phase = "Measuring unloaded"
         await client.one(PROMPT_HEAVY)  # the first request warms up what is lazily made
-        prompts = [await client.one(PROMPT_HEAVY) for _ in range(4)]
-        decodes = [await client.one(DECODE_HEAVY) for _ in range(2)]
-        decoders = sum(1 for m in await pool.machines.list() if m.role is not None and m.role.value != "prompt")
-        shared_by = 6
-        shared = await asyncio.gather(*(client.one(DECODE_HEAVY) for _ in range(shared_by * decoders)))
+        prompts = [await client.one(PROMPT_HEAVY) for _ in range(3)]
+        alone = await client.one(DECODE_HEAVY)
+        scene.phase = f"Measuring {SHARED_BY} streams on each decoding machine"
+        decoders = sum(1 for m in await pool.machines.list() if m.role is not Role.PROMPT)
+        shared = await asyncio.gather(*(client.one(DECODE_HEAVY) for _ in range(SHARED_BY * decoders)))
+        scene.phase = "Measuring what the starting split sustains"
+        began, seen = clock(), len(client.outcomes)
+        end = began + SATURATION_SECONDS
+        await client.closed_loop(PROMPT_HEAVY, SATURATING_STREAMS, lambda: clock() >= end)
         if failed := [o.error for o in client.outcomes if o.error]:
-            raise DemoFailed(f"a request failed while nothing else ran: {failed[0]}")
-        ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
-        tbt = percentile([gap for o in decodes for gap in o.gaps_seconds[1:]], 50)
-        # The last gaps: by then all streams share their machine's steps.
-        tbt_shared = percentile([gap for o in shared for gap in o.gaps_seconds[-6:]], 50)
-        if not ttft or not tbt or not tbt_shared:
-            raise DemoFailed("nothing could be measured unloaded")
+            raise DemoFailed(f"a request failed while the load was measured: {failed[0]}")
     finally:
         await client.close()
-    load = Load(ttft, tbt, PROMPT_LOAD / ttft, _streams(tbt, tbt_shared, shared_by))
+    ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
+    tbt = percentile(alone.gaps_seconds[1:], 50)
+    tbt_shared = percentile([gap for o in shared for gap in o.gaps_seconds[2:]], 90)
+    first_tokens = [o.started_at + o.ttft_seconds for o in client.outcomes[seen:] if o.ttft_seconds is not None]
+    settled = began + SATURATION_SECONDS / 4
+    sustained = sum(1 for at in first_tokens if settled <= at < end) / (end - settled)
+    if not ttft or not tbt or not tbt_shared or not sustained:
+        raise DemoFailed("nothing could be measured")
+    load = Load(ttft, tbt, PROMPT_OVERLOAD * sustained, _streams(tbt, tbt_shared))
     view.say(
-        f"Unloaded: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms ({tbt_shared * 1000:.0f} ms with {shared_by} "
-        f"streams on a machine). Targets (P90): TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x, "
-        f"TBT {load.tbt_target_milliseconds} ms = {TBT_MULTIPLE:g}x"
+        f"Measured: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms unloaded; TBT {tbt_shared * 1000:.0f} ms (P90) "
+        f"with {SHARED_BY} streams on a machine; {sustained:.2f} prompts/s sustained. Targets (P90): "
+        f"TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x, "
+        f"TBT {load.tbt_target_milliseconds} ms = {TBT_MULTIPLE:g}x unloaded"
     )
     return load
 
 
-def _streams(tbt: float, tbt_shared: float, shared_by: int) -> int:
+def _streams(tbt: float, tbt_shared: float) -> int:
     """Streams that would take one machine's step DECODE_OVERLOAD past the target, by a straight line; even, bounded."""
-    slope = max((tbt_shared - tbt) / (shared_by - 1), tbt * 0.02)
+    slope = max((tbt_shared - tbt) / (SHARED_BY - 1), tbt * 0.02)
     streams = 1 + (TBT_MULTIPLE * DECODE_OVERLOAD - 1) * tbt / slope
     return min(MAX_STREAMS, 2 * round(streams / 2))
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 
@@ -142,17 +142,19 @@ class Client:
                 await asyncio.sleep(max(0.0, due - clock()))
 
     async def closed_loop(self, shape: Shape, streams: int, stop: Callable[[], bool]) -> None:
-        """So many streams at once, each starting its next request as the last one ends, until `stop`."""
+        """So many streams at once, each starting its next request as the last one ends, until `stop`. Lengths vary by
+        half around the shape's, or all streams would end, and ask for their next prompts, together."""
 
         async def stream() -> None:
             while not stop():
-                if (await self.one(shape)).error is not None:
+                tokens = max(1, round(shape.output_tokens * self._random.uniform(0.5, 1.5)))
+                if (await self.one(replace(shape, output_tokens=tokens))).error is not None:
                     await asyncio.sleep(0.5)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(streams):
                 group.create_task(stream())
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.2)
 
 
 def percentile(values: list[float], percent: float) -> float | None:
