@@ -2,6 +2,7 @@
 #   control-plane: operator, router and command line; no PyTorch in it
 #   engine: the bundled engine
 # BASE_IMAGE needs Python 3.11 with venv. PIP_ARGS may point pip at a wheelhouse (`--no-index --find-links /wheels`).
+# SOURCE_DATE_EPOCH: compiled modules are checked by hash, so that they stay valid whatever time the files of a layer get.
 # ENGINE_LOCKS="engine.txt" leaves CUDA libraries out where the wheelhouse holds a CPU build of PyTorch.
 ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
@@ -22,9 +23,10 @@ FROM ${BASE_IMAGE} AS control-plane
 ARG PIP_ARGS=""
 LABEL org.opencontainers.image.title="Poolwright control plane" org.opencontainers.image.licenses="Apache-2.0"
 COPY locks/control-plane.txt /opt/poolwright/lock.txt
-RUN python3 -m venv /opt/poolwright && /opt/poolwright/bin/pip install --no-cache-dir ${PIP_ARGS} --no-deps --require-hashes -r /opt/poolwright/lock.txt
+RUN export SOURCE_DATE_EPOCH=315532800 && python3 -m venv /opt/poolwright && \
+    /opt/poolwright/bin/pip install --no-cache-dir ${PIP_ARGS} --no-deps --require-hashes -r /opt/poolwright/lock.txt
 COPY --from=build /dist /dist
-RUN /opt/poolwright/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl && rm -r /dist
+RUN SOURCE_DATE_EPOCH=315532800 /opt/poolwright/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl && rm -r /dist
 ENV PATH=/opt/poolwright/bin:/usr/local/bin:/usr/bin:/bin PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /
 USER 65532:65532
@@ -35,10 +37,10 @@ ARG PIP_ARGS=""
 ARG ENGINE_LOCKS="engine.txt cuda.txt"
 LABEL org.opencontainers.image.title="Poolwright engine" org.opencontainers.image.licenses="Apache-2.0"
 COPY locks/engine.txt locks/cuda.txt /opt/poolwright/locks/
-RUN python3 -m venv /opt/poolwright && cd /opt/poolwright/locks && \
+RUN export SOURCE_DATE_EPOCH=315532800 && python3 -m venv /opt/poolwright && cd /opt/poolwright/locks && \
     /opt/poolwright/bin/pip install --no-cache-dir ${PIP_ARGS} --no-deps --require-hashes $(printf -- '-r %s ' ${ENGINE_LOCKS})
 COPY --from=build /dist /dist
-RUN /opt/poolwright/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl && rm -r /dist
+RUN SOURCE_DATE_EPOCH=315532800 /opt/poolwright/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl && rm -r /dist
 ENV PATH=/opt/poolwright/bin:/usr/local/bin:/usr/bin:/bin PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 WORKDIR /
 USER 65532:65532

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,27 @@ Objects = list[dict[str, Any]]
 
 
 class Helm:
-    def __init__(self, program: Path, folder: Path, kubeconfig: Path | None = None, chart: Path = CHART) -> None:
+    def __init__(
+        self,
+        program: Path,
+        folder: Path,
+        kubeconfig: Path | None = None,
+        chart: Path = CHART,
+        wrapped: Callable[[list[str]], list[str]] = list,
+    ) -> None:
+        """`wrapped` makes the command line that runs another one where the cluster is reached."""
         self._program = program
         self._folder = folder
         self._kubeconfig = kubeconfig
         self.chart = chart
+        self._wrapped = wrapped
 
     def run(self, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
         """On failure raises with what it said, unless `check` is off."""
         places = {f"HELM_{name}_HOME": str(self._folder / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
         kubeconfig = str(self._kubeconfig or self._folder / "none")
         done = subprocess.run(
-            [str(self._program), *arguments],
+            self._wrapped([str(self._program), *arguments]),
             env={**os.environ, **places, "KUBECONFIG": kubeconfig},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -55,13 +55,8 @@ class Cluster:
         self, *arguments: str, input: str | None = None, check: bool = True, timeout_seconds: float = 60
     ) -> "subprocess.CompletedProcess[str]":
         """Runs kubectl as admin; on failure raises with what it said, unless `check` is off."""
-        command = [str(self._kubectl), f"--kubeconfig={self.kubeconfig}"]
-        if self._context is not None:
-            command.append(f"--context={self._context}")
-        if self._cache is not None:
-            command.append(f"--cache-dir={self._cache}")
         done = subprocess.run(
-            self._wrapped([*command, *arguments]),
+            self.kubectl_command(*arguments),
             input=input,
             stdin=subprocess.DEVNULL if input is None else None,
             capture_output=True,
@@ -74,6 +69,15 @@ class Cluster:
                 f"kubectl {' '.join(arguments)} exited with {done.returncode}:\n{done.stdout}{done.stderr}"
             )
         return done
+
+    def kubectl_command(self, *arguments: str) -> list[str]:
+        """The command line that runs kubectl as admin."""
+        command = [str(self._kubectl), f"--kubeconfig={self.kubeconfig}"]
+        if self._context is not None:
+            command.append(f"--context={self._context}")
+        if self._cache is not None:
+            command.append(f"--cache-dir={self._cache}")
+        return self._wrapped([*command, *arguments])
 
     def get(self, *arguments: str) -> Any:
         """The object (or list) that `kubectl get ARGUMENTS -o json` prints."""
