@@ -114,12 +114,12 @@ class TestMoves:
         assert "TBT would come to" in decision.message
 
     def test_donor_test_counts_the_load_that_is_left_to_fewer_machines(self) -> None:
-        """30 streams on three token machines at two thirds of the target: with two, √1.5 times that is over 80 %, so one
-        may only become mixed; with six of seven left, √(7/6) times that is not."""
+        """30 streams on three token machines at two thirds of the target: with two, √1.5 times that is over 80 %, so
+        one may only become mixed; with six of seven left, √(7/6) times that is not."""
         busy = reading(ttft=5.0, tbt=0.04, tbt_count=20 * 30 / 0.04)
         [cautious] = World(spec(4), pool(P, T, T, T)).decide(busy).moves
         [whole] = World(spec(8), pool(P, *[T] * 7)).decide(busy).moves
-        assert (cautious.to_role, whole.to_role) == (Role.MIXED, Role.PROMPT)
+        assert (cautious.to_role, whole.to_role) == (M, P)
 
     def test_donor_of_prompts_must_not_become_too_busy(self) -> None:
         """Half the target, but the two prompt machines are nearly always busy: one alone would be swamped."""
