@@ -148,6 +148,9 @@ def main(*, file: Path | None, model: Path | None, compare: bool, keep: bool, se
     except (DemoFailed, ModelUnavailable, FileNotFoundError, TimeoutError) as error:
         console.print(f"poolwright demo: {error}", style="red", highlight=False)
         return 2
+    except asyncio.CancelledError:  # SIGTERM
+        console.print("Terminated")
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         console.print("Interrupted")
         return 130
