@@ -222,7 +222,7 @@ class Supervisor:
         if engine.retiring:
             return 0
         engine.retiring = True
-        self._machines.observe(name, deleting=True)
+        self._machines.observe(name, deleting=True, ready=False)
         if engine.process:
             engine.process.terminate()
         return 1
