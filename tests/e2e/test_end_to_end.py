@@ -322,8 +322,9 @@ def measure(router: str, summary: Summary) -> Load:
 async def measurements(router: str) -> tuple[list[Outcome], Outcome, float]:
     client = Client(router, POOL)
     try:
-        await client.one(PROMPT_HEAVY)  # the first request warms up what is lazily made
-        prompts, decode = [await client.one(PROMPT_HEAVY) for _ in range(3)], await client.one(DECODE_HEAVY)
+        for _ in range(3):  # until the router knows how fast each machine is
+            await client.one(PROMPT_HEAVY)
+        prompts, decode = [await client.one(PROMPT_HEAVY) for _ in range(5)], await client.one(DECODE_HEAVY)
         before = len(client.outcomes)
         began = time.monotonic()
         end = began + SATURATION_SECONDS

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from poolwright.api.models import InferencePool, InvalidPool
 from poolwright.api.times import parse_time
 from poolwright.controller.ports import Event
+from poolwright.core.machine import Machine
 from poolwright.local.model import WHEEL_BYTES, ModelUnavailable, ensure_demo_model
 from poolwright.local.pool import LocalPool, memory_mebibytes
 from poolwright.local.traffic import Client, Outcome, Shape, percentile
@@ -248,7 +249,7 @@ async def _pool(
                 raise DemoFailed(problem)
             await asyncio.sleep(0.25)
         view.say(
-            f"Engines ready after {time.monotonic() - began:.0f} s: {_split(pool)}; "
+            f"Engines ready after {time.monotonic() - began:.0f} s: {_split(ready)}; "
             f"mode {mode}; metrics by {pool.metrics_by}"
         )
         yield pool
@@ -271,9 +272,8 @@ async def _follow(pool: LocalPool, scene: Scene, view: View) -> None:
         await asyncio.sleep(0.25)
 
 
-def _split(pool: LocalPool) -> str:
-    counts = pool.store.status.get("pools", {})
-    return ", ".join(f"{role} {counts[role]['ready']}" for role in ("prompt", "token", "mixed") if role in counts)
+def _split(machines: Sequence[Machine]) -> str:
+    return ", ".join(f"{role.value} {sum(m.role is role for m in machines)}" for role in Role)
 
 
 # --------------------------------------------------------------------------------------------------------------- load
