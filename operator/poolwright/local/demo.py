@@ -12,8 +12,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,24 +33,24 @@ from poolwright.local.view import Scene, View
 from poolwright_protocol.roles import Role
 
 # Multiples of what is measured unloaded. TTFT: a prompt may wait for one and a half others. TBT: a step may be shared
-# until it takes four times as long.
+# until it takes 1.6 times as long.
 TTFT_MULTIPLE = 2.5
-TBT_MULTIPLE = 4.0
+TBT_MULTIPLE = 1.6
 
-PROMPT_HEAVY = Shape(prompt_words=60, output_tokens=4)
-DECODE_HEAVY = Shape(prompt_words=8, output_tokens=10)
+PROMPT_WORDS = 60
+# Two tokens: the stream ends as it begins, and nearly all of the work is the prompt.
+PROMPT_HEAVY = Shape(prompt_words=PROMPT_WORDS, output_tokens=2)
 
 # Arrivals over what the starting split sustains, one machine of each role. A mixed machine computes prompts in small
 # chunks, at under half of a prompt machine's speed; two prompt machines sustain about one and a half times as much.
 PROMPT_OVERLOAD = 1.2
 SATURATING_STREAMS = 6
 SATURATION_SECONDS = 12.0
-# The P90 of gaps that all streams on one token machine would see, over the target; half of them stay below it.
-DECODE_OVERLOAD = 1.3
-SHARED_BY = 5  # streams on each decoding machine when the growth of a step is measured
-MAX_STREAMS = 48
-# So many requests must end in a second for the policy to judge a pool on 20 samples a window.
-DECODE_REQUESTS_PER_SECOND = 0.85
+# Decode-heavy: prompts that keep one prompt machine this busy, with answers so long that one token machine would
+# always have this many streams. Shared by two machines the same work leaves each with a third of them or fewer, since
+# shorter steps end streams sooner.
+PROMPT_BUSY_SHARE = 0.65
+DECODE_STREAMS = 8
 
 PHASE_SECONDS = 62.0
 AFTER_SECONDS = 15.0  # the end of each phase, by which a pool in mode Active should have settled
@@ -67,14 +67,12 @@ class Load:
 
     ttft_unloaded: float
     tbt_unloaded: float
-    requests_per_second: float
-    streams: int
+    prompts_per_second: float
+    decode_heavy: Shape
 
     @property
-    def decode_shape(self) -> Shape:
-        gap = self.tbt_unloaded * TBT_MULTIPLE * DECODE_OVERLOAD
-        tokens = round(self.streams / (DECODE_REQUESTS_PER_SECOND * gap))
-        return replace(DECODE_HEAVY, output_tokens=max(8, min(48, tokens)))
+    def decode_requests_per_second(self) -> float:
+        return PROMPT_BUSY_SHARE / self.ttft_unloaded
 
     @property
     def ttft_target_milliseconds(self) -> int:
@@ -91,6 +89,7 @@ class Phase:
 
     name: str
     metric: str
+    percentile: int
     target_seconds: float
     outcomes: Sequence[Outcome]
     started_at: float
@@ -116,7 +115,7 @@ class Phase:
 
     @property
     def met(self) -> bool:
-        observed = percentile(self.after, 90)
+        observed = percentile(self.after, self.percentile)
         return observed is not None and observed <= self.target_seconds
 
 
@@ -287,10 +286,11 @@ async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene,
         scene.phase = "Measuring unloaded"
         await client.one(PROMPT_HEAVY)  # the first request warms up what is lazily made
         prompts = [await client.one(PROMPT_HEAVY) for _ in range(3)]
-        alone = await client.one(DECODE_HEAVY)
-        scene.phase = f"Measuring {SHARED_BY} streams on each decoding machine"
+        long = Shape(PROMPT_WORDS, 12)
+        alone = await client.one(long)
         decoders = sum(1 for m in await pool.machines.list() if m.role is not Role.PROMPT)
-        shared = await asyncio.gather(*(client.one(DECODE_HEAVY) for _ in range(SHARED_BY * decoders)))
+        scene.phase = f"Measuring {DECODE_STREAMS} streams on each decoding machine"
+        shared = await asyncio.gather(*(client.one(long) for _ in range(DECODE_STREAMS * decoders)))
         scene.phase = "Measuring what the starting split sustains"
         began, seen = clock(), len(client.outcomes)
         end = began + SATURATION_SECONDS
@@ -301,27 +301,22 @@ async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene,
         await client.close()
     ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
     tbt = percentile(alone.gaps_seconds[1:], 50)
-    tbt_shared = percentile([gap for o in shared for gap in o.gaps_seconds[2:]], 90)
+    tbt_shared = percentile([gap for o in shared for gap in o.gaps_seconds[-4:]], 50)
     first_tokens = [o.started_at + o.ttft_seconds for o in client.outcomes[seen:] if o.ttft_seconds is not None]
     settled = began + SATURATION_SECONDS / 4
     sustained = sum(1 for at in first_tokens if settled <= at < end) / (end - settled)
     if not ttft or not tbt or not tbt_shared or not sustained:
         raise DemoFailed("nothing could be measured")
-    load = Load(ttft, tbt, PROMPT_OVERLOAD * sustained, _streams(tbt, tbt_shared))
+    # Little's law: streams = arrivals x tokens x gap.
+    tokens = round(DECODE_STREAMS / (tbt_shared * PROMPT_BUSY_SHARE / ttft))
+    load = Load(ttft, tbt, PROMPT_OVERLOAD * sustained, Shape(PROMPT_WORDS, max(8, min(64, tokens))))
     view.say(
-        f"Measured: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms unloaded; TBT {tbt_shared * 1000:.0f} ms (P90) "
-        f"with {SHARED_BY} streams on a machine; {sustained:.2f} prompts/s sustained. Targets (P90): "
+        f"Measured: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms unloaded; TBT {tbt_shared * 1000:.0f} ms with "
+        f"{DECODE_STREAMS} streams on a machine; {sustained:.2f} prompts/s sustained. Targets: "
         f"TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x, "
         f"TBT {load.tbt_target_milliseconds} ms = {TBT_MULTIPLE:g}x unloaded"
     )
     return load
-
-
-def _streams(tbt: float, tbt_shared: float) -> int:
-    """Streams that would take one machine's step DECODE_OVERLOAD past the target, by a straight line; even, bounded."""
-    slope = max((tbt_shared - tbt) / (SHARED_BY - 1), tbt * 0.02)
-    streams = 1 + (TBT_MULTIPLE * DECODE_OVERLOAD - 1) * tbt / slope
-    return min(MAX_STREAMS, 2 * round(streams / 2))
 
 
 async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View, seed: int) -> Run:
@@ -335,25 +330,9 @@ async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View,
     client = Client(pool.supervisor.router_url, pool.store.pool.spec.model.name, seed + 1)
     try:
         phases = [
+            await _phase("prompt-heavy", "TTFT", PROMPT_HEAVY, load.prompts_per_second, client, pool, scene, view),
             await _phase(
-                f"prompt-heavy, {load.requests_per_second:.2f} requests/s",
-                "TTFT",
-                load.ttft_target_milliseconds / 1000,
-                client,
-                lambda stop: client.open_loop(PROMPT_HEAVY, load.requests_per_second, stop),
-                pool,
-                scene,
-                view,
-            ),
-            await _phase(
-                f"decode-heavy, {load.streams} streams",
-                "TBT",
-                load.tbt_target_milliseconds / 1000,
-                client,
-                lambda stop: client.closed_loop(load.decode_shape, load.streams, stop),
-                pool,
-                scene,
-                view,
+                "decode-heavy", "TBT", load.decode_heavy, load.decode_requests_per_second, client, pool, scene, view
             ),
         ]
     finally:
@@ -363,15 +342,17 @@ async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View,
 
 
 async def _phase(
-    name: str,
+    kind: str,
     metric: str,
-    target_seconds: float,
+    shape: Shape,
+    per_second: float,
     client: Client,
-    traffic: Callable[[Callable[[], bool]], Any],
     pool: LocalPool,
     scene: Scene,
     view: View,
 ) -> Phase:
+    name = f"{kind}: {per_second:.2f} requests/s of {shape.prompt_words} words, {shape.output_tokens} tokens out"
+    objective = next(o for o in pool.store.pool.spec.slo.objectives if o.metric.value == metric)
     clock = asyncio.get_running_loop().time
     started, seen = clock(), len(client.outcomes)
     to_loop_clock = started - time.time()
@@ -389,14 +370,24 @@ async def _phase(
 
     counter = asyncio.create_task(count())
     try:
-        await traffic(lambda: clock() >= end)
+        await client.open_loop(shape, per_second, lambda: clock() >= end)
     finally:
         counter.cancel()
         await asyncio.gather(counter, return_exceptions=True)
         scene.remaining_seconds = None
     moves = [m for m in pool.store.status.get("recentMoves", ()) if _move_key(m) not in moves_before]
     first = min((parse_time(m["startedAt"]) + to_loop_clock for m in moves), default=None)
-    return Phase(name, metric, target_seconds, client.outcomes[seen:], started, end - AFTER_SECONDS, moves, first)
+    return Phase(
+        name=name,
+        metric=metric,
+        percentile=objective.percentile,
+        target_seconds=objective.target_milliseconds / 1000,
+        outcomes=client.outcomes[seen:],
+        started_at=started,
+        settled_from=end - AFTER_SECONDS,
+        moves=moves,
+        first_move_at=first,
+    )
 
 
 def _move_key(move: Mapping[str, Any]) -> tuple[str, str]:
@@ -413,7 +404,8 @@ def _summarize(console: Console, runs: Sequence[Run], pool: LocalPool, load: Loa
         for phase in run.phases:
             moved = ", ".join(f"{m.get('from', '?')}→{m['to']} {m.get('outcome', 'running')}" for m in phase.moves)
             console.print(
-                f"  {run.mode}, {phase.name}: {phase.metric} target P90 {phase.target_seconds * 1000:.0f} ms, "
+                f"  {run.mode}, {phase.name}\n"
+                f"    {phase.metric} target P{phase.percentile} {phase.target_seconds * 1000:.0f} ms, "
                 + ("[green]met[/]" if phase.met else "[red]missed[/]")
                 + f"\n    moves: {moved or 'none'}"
                 + f"\n    before: {_percentiles(phase.before)}\n    after:  {_percentiles(phase.after)}",
