@@ -22,7 +22,6 @@ from testbed.progress import Unavailable, say
 ROOT = Path(__file__).parent.parent.parent
 SUITE = "bookworm"
 SUITE_PYTHON = "3.11"
-DEFAULT_MIRROR = "http://deb.debian.org/debian"
 BASE_PACKAGES = "python3,python3-venv,ca-certificates"
 TARGETS = ("control-plane", "engine")
 REPOSITORY = "poolwright.dev/testbed"
@@ -81,7 +80,7 @@ def _bootstrap(folder: Path) -> None:
             f"--include={BASE_PACKAGES}",
             SUITE,
             str(tree),
-            _mirror(),
+            *_mirror(),
         ]
     )
     for disposable in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
@@ -90,20 +89,20 @@ def _bootstrap(folder: Path) -> None:
     shutil.rmtree(tree)
 
 
-def _mirror() -> str:
-    """Where this machine gets the same release from, else Debian's own."""
+def _mirror() -> list[str]:
+    """Where this machine gets the same release from; nothing where debootstrap's own default will do."""
     for source in sorted(Path("/etc/apt").glob("sources.list*")):
         for path in [source] if source.is_file() else sorted(source.iterdir()):
             text = path.read_text(errors="replace")
             for stanza in text.split("\n\n"):  # deb822
                 fields = dict(line.split(":", 1) for line in stanza.splitlines() if ":" in line and line[0] not in "# ")
                 if SUITE in fields.get("Suites", "").split():
-                    return fields["URIs"].split()[0]
+                    return fields["URIs"].split()[:1]
             for line in text.splitlines():
                 words = [word for word in line.split() if not word.startswith(("[", "signed-by", "arch="))]
                 if words[:1] == ["deb"] and words[2:3] == [SUITE]:
-                    return words[1]
-    return DEFAULT_MIRROR
+                    return [words[1]]
+    return []
 
 
 def _find_links() -> list[str]:
