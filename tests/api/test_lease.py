@@ -10,10 +10,12 @@ import pytest
 
 from poolwright.controller.lease import Lease, LeaseLost
 from poolwright.kube import KubeClient
-from poolwright.kube.resources import LEASES
+from poolwright.kube.resources import LEASES, PODS
 from support.faulty_proxy import FaultyProxy, faulty_proxy
 from support.kube_fixtures import client as client
+from support.kube_fixtures import eventually
 from support.kube_fixtures import namespace as namespace
+from support.pods import engine_pod
 from testbed.bed import Bed
 
 pytestmark = pytest.mark.cluster
@@ -57,6 +59,26 @@ async def test_a_released_lease_is_taken_without_waiting_for_its_end(client: Kub
     await waiting
     assert time.monotonic() - released_at < 1.5
     assert await holder(client, namespace) == "second"
+
+
+async def test_a_lease_goes_with_the_pod_of_its_last_holder(client: KubeClient, namespace: str) -> None:
+    pods = [await client.create(PODS, namespace, engine_pod(name)) for name in ("first", "second")]
+    first, second = (
+        Lease(client, namespace, NAME, pod["metadata"]["name"], pod=(pod["metadata"]["name"], pod["metadata"]["uid"]))
+        for pod in pods
+    )
+    await first.acquire()
+    await first.release()
+    await second.acquire()
+    await client.delete(PODS, namespace, "first")
+    await asyncio.sleep(2)
+    assert await holder(client, namespace) == "second"
+    await client.delete(PODS, namespace, "second")
+
+    async def gone() -> bool:
+        return await client.get(LEASES, namespace, NAME) is None
+
+    await eventually(gone)
 
 
 async def test_a_lease_whose_holder_died_is_taken_after_its_duration_and_not_before(

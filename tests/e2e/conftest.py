@@ -2,19 +2,15 @@
 
 import pytest
 
-from support.summary import PROPERTY
+from support.summary import SUMMARIES
 from testbed.fixtures import api_server as api_server
 from testbed.fixtures import helm as helm
 from testbed.fixtures import node_cluster as node_cluster
 from testbed.fixtures import project_images as project_images
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
-    texts = [
-        text for report in reports if report.when == "call" for name, text in report.user_properties if name == PROPERTY
-    ]
-    for text in texts:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for text in config.stash.get(SUMMARIES, []):
         title, _, body = text.partition("\n")
         terminalreporter.section(title)
         terminalreporter.line(body)

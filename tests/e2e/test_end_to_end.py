@@ -29,7 +29,7 @@ from support import node_prometheus
 from support.helm_chart import Helm
 from support.node_prometheus import NodePrometheus
 from support.pod_history import PodHistory
-from support.summary import PROPERTY, Summary, milliseconds
+from support.summary import SUMMARIES, Summary, milliseconds
 from support.traffic import Traffic
 from testbed.bed import NodeBed
 from testbed.images import TARGETS, ProjectImages
@@ -45,10 +45,10 @@ CHILDREN = "deployments,pods,services,secrets,serviceaccounts,roles,rolebindings
 PROMPT_HEAVY = Shape(prompt_words=60, output_tokens=4)
 DECODE_HEAVY = Shape(prompt_words=8, output_tokens=16)
 # Multiples of what is measured unloaded. The load is all prompts: TBT is to be no reason to move, nor not to.
-TTFT_MULTIPLE = 3.5
+TTFT_MULTIPLE = 4.0
 TBT_MULTIPLE = 8.0
-# Arrivals over what one machine of each role sustains. Two prompt machines sustain about one and a half times as much.
-OVERLOAD = 1.2
+# Arrivals over what one machine of each role sustains. Two prompt machines sustain about 1.3 times as much.
+OVERLOAD = 1.12
 SATURATING_STREAMS = 6
 SATURATION_SECONDS = 12.0
 SETTLED_SECONDS = 15.0
@@ -107,10 +107,10 @@ class Installation:
 
 
 @pytest.fixture
-def summary(record_property: Callable[[str, object], None], tmp_path: Path) -> Iterator[Summary]:
+def summary(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Summary]:
     told = Summary("End to end: SmolLM2-135M on one node, three machines of 400m CPU")
     yield told
-    record_property(PROPERTY, told.text)
+    pytestconfig.stash.setdefault(SUMMARIES, []).append(told.text)
     told.write(tmp_path / "summary.json")
 
 
@@ -270,7 +270,7 @@ def a_split_request_streams_what_one_engine_alone_says(
 
 def ask_france(base_url: str) -> str:
     with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
-        asked: dict[str, Any] = {"model": POOL, "messages": QUESTION, "max_tokens": 40, "temperature": 0}
+        asked: dict[str, Any] = {"model": POOL, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
         with client.chat.completions.create(**asked, stream=True) as stream:
             return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
@@ -355,12 +355,12 @@ def without_moves_the_target_is_missed(
     edit(installed, "Paused", load)
     began = time.monotonic()
     with Traffic(router, POOL, PROMPT_HEAVY, load.requests_per_second, seed=1) as traffic:
-        installed.until("clients see it missed", lambda: p90(ttfts_of(traffic, began)) > load.ttft_target_seconds, 120)
+        installed.until("clients see it missed", lambda: has_missed(traffic, began, load), 150)
         installed.until("TTFT is missed", lambda: objective(installed, "TTFT")["state"] == "Missed", 60)
         installed.until("the SLO is missed", lambda: installed.condition("SLOMet")["reason"] == "Missed", 60)
     assert traffic.failures == []
+    assert has_missed(traffic, began, load)
     ttfts = ttfts_of(traffic, began)
-    assert p90(ttfts) > load.ttft_target_seconds
     status = installed.pool()["status"]
     assert status.get("recentMoves", []) == []
     assert {m.role_epoch for seen in history.since(began) for m in seen.machines} == {1}, "a machine was moved"
@@ -430,6 +430,12 @@ def the_move_is_told(installed: Installation, machine: Machine, columns: list[st
     ours = [e for e in events if e.get("reportingController") == "poolwright" and machine.name in e["note"]]
     assert sorted(e["reason"] for e in ours) == ["MoveBegun", "MoveCompleted"]
     assert all(e["regarding"]["name"] == POOL for e in ours)
+
+
+def has_missed(traffic: Traffic, began: float, load: Load) -> bool:
+    """The last twenty requests since then, in whole, were over the target."""
+    last = ttfts_of(traffic, began)[-20:]
+    return len(last) == 20 and p90(last) > load.ttft_target_seconds
 
 
 def has_settled(traffic: Traffic, moved: float, load: Load) -> bool:

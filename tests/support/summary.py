@@ -5,9 +5,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from poolwright.local.traffic import percentile
 
-PROPERTY = "summary"
+SUMMARIES = pytest.StashKey[list[str]]()
 
 
 class Summary:

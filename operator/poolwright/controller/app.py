@@ -19,7 +19,7 @@ import kopf
 
 from poolwright.controller import handlers, probes
 from poolwright.controller.lease import Lease, LeaseLost
-from poolwright.controller.options import Options, parse
+from poolwright.controller.options import Options, own_namespace, parse
 from poolwright.controller.queue import KeyedQueue
 from poolwright.controller.reconcile import Memory, reconcile
 from poolwright.controller.world import Key, Settings, Worlds
@@ -78,7 +78,8 @@ class Operator:
 
 async def run(options: Options) -> int:
     """The exit code: 0 after a signal, 1 when the Lease was lost or the watches broke."""
-    identity = f"{os.environ.get(names.ENV_POD_NAME) or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    pod_name, pod_uid = os.environ.get(names.ENV_POD_NAME), os.environ.get(names.ENV_POD_UID)
+    identity = f"{pod_name or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,6 +96,7 @@ async def run(options: Options) -> int:
             duration_seconds=options.lease_duration_seconds,
             renew_deadline_seconds=options.lease_duration_seconds * 2 / 3,
             retry_seconds=min(2.0, options.lease_duration_seconds / 5),
+            pod=(pod_name, pod_uid) if pod_name and pod_uid and options.lease_namespace == own_namespace() else None,
         )
         operator = Operator(client, options, identity, metrics)
         leading = False

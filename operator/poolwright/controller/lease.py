@@ -3,6 +3,8 @@
 A Lease fences nothing on the API server, so safety never rests on it: it only keeps two operators from working against
 each other for long. Another's claim is judged by the local clock alone (unchanged for its whole duration), so that the
 clocks of two machines need not agree.
+
+It belongs to the pod of its holder, where that is known: with the last operator the Lease goes too.
 """
 
 import asyncio
@@ -34,7 +36,9 @@ class Lease:
         duration_seconds: int = 15,
         renew_deadline_seconds: float = 10.0,
         retry_seconds: float = 2.0,
+        pod: tuple[str, str] | None = None,
     ) -> None:
+        """`pod`: name and uid of the one that this process runs in, in the Lease's namespace."""
         if not retry_seconds < renew_deadline_seconds < duration_seconds:
             raise ValueError("a Lease needs retry < renew deadline < duration")
         self._client = client
@@ -44,6 +48,7 @@ class Lease:
         self._duration_seconds = duration_seconds
         self._renew_deadline_seconds = renew_deadline_seconds
         self._retry_seconds = retry_seconds
+        self._owners = [{"apiVersion": "v1", "kind": "Pod", "name": pod[0], "uid": pod[1]}] if pod else []
         self._observed: tuple[Any, Any] | None = None  # holder and its last renewal, as they were last seen to change
         self._observed_at = 0.0  # monotonic seconds of that change
         self.contacted = False  # the API server has answered about this Lease at least once
@@ -101,7 +106,7 @@ class Lease:
             manifest: Manifest = {
                 "apiVersion": LEASES.api_version,
                 "kind": LEASES.kind,
-                "metadata": {"name": self._name, "namespace": self._namespace},
+                "metadata": {"name": self._name, "namespace": self._namespace, "ownerReferences": self._owners},
                 "spec": self._spec({}, taking=True),
             }
             await self._client.create(LEASES, self._namespace, manifest)
@@ -111,6 +116,7 @@ class Lease:
         if holder and holder != self.identity and not self._expired(spec):
             return str(holder)
         lease["spec"] = self._spec(spec, taking=holder != self.identity)
+        lease["metadata"]["ownerReferences"] = self._owners
         await self._client.replace(LEASES, self._namespace, self._name, lease)
         return None
 
