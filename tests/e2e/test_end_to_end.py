@@ -7,6 +7,8 @@ measured at the start, so that one machine more in the prompt pool decides betwe
 import asyncio
 import base64
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -45,14 +47,21 @@ CHILDREN = "deployments,pods,services,secrets,serviceaccounts,roles,rolebindings
 PROMPT_HEAVY = Shape(prompt_words=60, output_tokens=4)
 DECODE_HEAVY = Shape(prompt_words=8, output_tokens=16)
 # Multiples of what is measured unloaded. The load is all prompts: TBT is to be no reason to move, nor not to.
-TTFT_MULTIPLE = 4.0
+TTFT_MULTIPLE = 3.5
 TBT_MULTIPLE = 8.0
-# Arrivals over what one machine of each role sustains. Two prompt machines sustain about 1.3 times as much.
-OVERLOAD = 1.12
+# Arrivals over what one machine of each role sustains. Two prompt machines sustain over 1.3 times as much.
+OVERLOAD = 1.22
 SATURATING_STREAMS = 6
 SATURATION_SECONDS = 12.0
 SETTLED_SECONDS = 15.0
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer, then tell me one thing about it."}]
+# Long enough for a router to have it computed on the prompt machine.
+QUESTION: Any = [
+    {
+        "role": "user",
+        "content": "Please answer the following question in one short sentence, without any explanation, "
+        "and without any greeting at the beginning: What is the capital of France?",
+    }
+]
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,9 @@ class Installation:
 
 @pytest.fixture
 def summary(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Summary]:
-    told = Summary("End to end: SmolLM2-135M on one node, three machines of 400m CPU")
+    machines = yaml.safe_load(EXAMPLE.read_text())["spec"]["machines"][0]
+    cpus = machines["template"]["resources"]["limits"]["cpu"]
+    told = Summary(f"End to end: SmolLM2-135M on one node, {machines['replicas']} machines of {cpus} CPU")
     yield told
     pytestconfig.stash.setdefault(SUMMARIES, []).append(told.text)
     told.write(tmp_path / "summary.json")
@@ -140,6 +151,9 @@ def installed(
         node_cluster.kubectl("rollout", "status", "deployment", "-n", system, "--timeout=90s", timeout_seconds=100)
         summary.lap("install the chart")
         yield Installation(node_cluster, chart, system, llm, prometheus)
+    for what in (("namespace", llm), ("namespace", system), ("persistentvolume", llm)):
+        node_cluster.kubectl("delete", *what, "--wait=false")
+    shutil.rmtree(tmp_path / "models")
 
 
 def claim_of_the_model(cluster: NodeBed, namespace: str, model: Path, folder: Path) -> None:
@@ -270,7 +284,7 @@ def a_split_request_streams_what_one_engine_alone_says(
 
 def ask_france(base_url: str) -> str:
     with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
-        asked: dict[str, Any] = {"model": POOL, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+        asked: dict[str, Any] = {"model": POOL, "messages": QUESTION, "max_tokens": 16, "temperature": 0}
         with client.chat.completions.create(**asked, stream=True) as stream:
             return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
@@ -356,16 +370,19 @@ def without_moves_the_target_is_missed(
     began = time.monotonic()
     with Traffic(router, POOL, PROMPT_HEAVY, load.requests_per_second, seed=1) as traffic:
         installed.until("clients see it missed", lambda: has_missed(traffic, began, load), 150)
+        missed = time.monotonic()
+        time.sleep(SETTLED_SECONDS)
         installed.until("TTFT is missed", lambda: objective(installed, "TTFT")["state"] == "Missed", 60)
         installed.until("the SLO is missed", lambda: installed.condition("SLOMet")["reason"] == "Missed", 60)
     assert traffic.failures == []
-    assert has_missed(traffic, began, load)
-    ttfts = ttfts_of(traffic, began)
+    before, after = ttfts_of(traffic, began, missed), ttfts_of(traffic, missed)
+    assert p90(after) > load.ttft_target_seconds, "it did not stay so"
     status = installed.pool()["status"]
     assert status.get("recentMoves", []) == []
     assert {m.role_epoch for seen in history.since(began) for m in seen.machines} == {1}, "a machine was moved"
     assert installed.condition("Paused")["status"] == "True"
-    summary.say(f"Paused, 1/1/1: TTFT {milliseconds(ttfts)}, missed; {len(traffic.outcomes)} requests, 0 failed")
+    requests = f"{len(traffic.outcomes)} requests, 0 failed"
+    summary.say(f"Paused, 1/1/1: TTFT {milliseconds(before)}, then {milliseconds(after)}, missed; {requests}")
 
 
 def a_machine_moves_and_the_target_is_met(
@@ -391,7 +408,7 @@ def a_machine_moves_and_the_target_is_met(
     after = ttfts_of(traffic, settled)
     assert p90(after) <= load.ttft_target_seconds
     the_move_is_told(installed, history.machine(mixed.name), columns)
-    before = [ttft for ttft in ttfts_of(traffic, began) if ttft not in after]
+    before = ttfts_of(traffic, began, settled)
     summary.say(
         f"Active: moved {moved - began:.0f} s after the load began, settled {settled - moved:.0f} s later, "
         f"status Met within {told - settled:.0f} s more"
@@ -473,9 +490,10 @@ def objective(installed: Installation, metric: str) -> Mapping[str, Any]:
     return next((o for o in objectives if o["metric"] == metric), {"state": "absent"})
 
 
-def ttfts_of(traffic: Traffic, began: float) -> list[float]:
-    """Of the requests that arrived since then."""
-    return [o.ttft_seconds for o in traffic.outcomes if o.ttft_seconds is not None and o.started_at >= began]
+def ttfts_of(traffic: Traffic, began: float, end: float = math.inf) -> list[float]:
+    """Of the requests that arrived in between."""
+    outcomes = [outcome for outcome in traffic.outcomes if began <= outcome.started_at < end]
+    return [outcome.ttft_seconds for outcome in outcomes if outcome.ttft_seconds is not None]
 
 
 def memory(cluster: NodeBed) -> str:
