@@ -28,6 +28,7 @@ HOST = "127.0.0.1"
 _WATCH_SECONDS = 0.25
 _RESTART_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after the nth failure in a row
 _STOP_SECONDS = 40.0
+_UNREADY_AFTER = 2  # looks without an answer, as the readiness probe of a pod
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class _Engine:
     ports: tuple[int, int, int] = (0, 0, 0)
     process: Process | None = None
     failures: int = 0
+    unanswered: int = 0  # looks in a row
     restart_at: float = math.inf  # inf while it runs or is being started
     retiring: bool = False
     problem: str = ""
@@ -268,10 +270,13 @@ class Supervisor:
                 await self._run_engine(name, engine)
             return
         if process.exit_code is None:
-            ready = await self._answers(f"http://{HOST}:{engine.ports[0]}/ready")
-            if ready:
-                engine.failures, engine.problem = 0, ""
-            self._machines.observe(name, ready=ready and not engine.retiring)
+            if await self._answers(f"http://{HOST}:{engine.ports[0]}/ready"):
+                engine.failures, engine.unanswered, engine.problem = 0, 0, ""
+            else:
+                engine.unanswered += 1
+            machine = self._machines.get(name)
+            lasting = machine is not None and machine.ready and engine.unanswered < _UNREADY_AFTER
+            self._machines.observe(name, ready=(not engine.unanswered or lasting) and not engine.retiring)
             return
         if engine.retiring:
             del self._engines[name]
