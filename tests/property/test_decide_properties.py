@@ -122,10 +122,9 @@ def test_any_sequence_keeps_budget_bounds_phases_dwell_and_cap(made: PolicySpec,
     for _ in range(data.draw(st.integers(5, 40))):
         event = data.draw(_EVENTS)
         if event in ("restart", "lost status"):
-            # A second restart inside the hold that a lost status began knows no more than the first one did.
-            held = world.memory.held_until is not None and world.now < world.memory.held_until
-            known = None if event == "lost status" or held else world.memory.moves
-            world.memory = rebuild_memory(world.now, world.machines, known, world.memory.desired, made)
+            known = None if event == "lost status" else world.memory.moves
+            held = world.memory.held_until  # in the status, beside the moves
+            world.memory = rebuild_memory(world.now, world.machines, known, world.memory.desired, made, held)
         elif event == "unready":
             world.replace(data.draw(st.sampled_from([m.uid for m in world.machines])), ready=False)
         elif event == "ready":

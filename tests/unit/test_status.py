@@ -36,6 +36,7 @@ def built(
     reason: Reason = Reason.TARGETS_MET,
     problems: tuple[str, ...] = (),
     now: float = NOW,
+    held_until: float | None = None,
 ) -> InferencePoolStatus:
     objective = ObjectiveReading("ttft", Metric.TTFT, state, 1.0, ttft_seconds, 0.91, samples=100)
     decision = Decision(
@@ -47,7 +48,7 @@ def built(
     )
     children = ChildrenState(routers_ready=1, routers_desired=1, problems=problems)
     return statuses.build(
-        Facts(POOL, (), children, MetricsReading(MetricsState.COMPLETE, 60), decision, moves, old), now
+        Facts(POOL, (), children, MetricsReading(MetricsState.COMPLETE, 60), decision, moves, old, held_until), now
     )
 
 
@@ -102,6 +103,13 @@ def test_a_repeated_decision_is_recorded_once_and_the_last_few_are_kept() -> Non
         status = built(status, reason=list(Reason)[step // 2 % 12], now=NOW + step)
     assert len(status.decisions) == 8
     assert all(a.reason != b.reason for a, b in zip(status.decisions, status.decisions[1:], strict=False))
+
+
+def test_a_hold_comes_back_from_a_status_until_it_has_ended() -> None:
+    """A second restart inside the hold that a lost status began must not forget it."""
+    assert statuses.recorded_hold(InferencePoolStatus.model_validate(built(held_until=NOW + 40).to_json())) == NOW + 40
+    assert statuses.recorded_hold(built(held_until=NOW - 1)) is None
+    assert statuses.recorded_hold(built()) is None
 
 
 def test_moves_come_back_from_a_status_as_they_went_in() -> None:

@@ -749,6 +749,10 @@ class InferencePoolStatus(Model):
     recent_moves: Annotated[list[RecentMove], Field(max_length=MAX_RECENT_MOVES, json_schema_extra=_ATOMIC)] = Field(
         default_factory=list, description="The last moves, oldest first. Births are none."
     )
+    moves_held_until: Time | None = Field(
+        default=None,
+        description="No move by policy before this time, because the last moves could not be read. Absent: no hold.",
+    )
     decisions: Annotated[list[DecisionStatus], Field(max_length=MAX_DECISIONS, json_schema_extra=_ATOMIC)] = Field(
         default_factory=list, description="The last decisions, oldest first; a repeat is not recorded again."
     )

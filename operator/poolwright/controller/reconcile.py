@@ -69,7 +69,7 @@ async def reconcile(world: World, memory: Memory, now: float) -> float | None:
 
     latest = {p.machine.uid: p.machine for p in begun}
     machines = tuple(latest.get(m.uid, m) for m in machines)
-    facts = statuses.Facts(pool, machines, children, reading, decision, remembered.moves, old)
+    facts = statuses.Facts(pool, machines, children, reading, decision, remembered.moves, old, remembered.held_until)
     waits = [*_waits(progress, begun), await _publish(world, memory, facts, now)]
     for repaired in progress:
         if repaired.result is Result.REPAIRED:
@@ -106,10 +106,10 @@ def _rebuild(
     if old is None:
         return rebuild_memory(now, machines, None, None, spec)
     try:
-        moves = statuses.recorded_moves(old)
+        moves, held_until = statuses.recorded_moves(old), statuses.recorded_hold(old)
     except ValueError:
         return rebuild_memory(now, machines, None, statuses.recorded_counts(old), spec)
-    return rebuild_memory(now, machines, moves, statuses.recorded_counts(old), spec)
+    return rebuild_memory(now, machines, moves, statuses.recorded_counts(old), spec, held_until)
 
 
 def _with_drains(

@@ -44,6 +44,7 @@ class Facts:
     decision: Decision
     moves: Sequence[MoveRecord]
     old: InferencePoolStatus | None
+    held_until: float | None = None
 
 
 def parse(raw: Mapping[str, Any]) -> InferencePoolStatus | None:
@@ -66,6 +67,7 @@ def build(facts: Facts, now: float) -> InferencePoolStatus:
         metrics=models.MetricsCompleteness(facts.reading.state.value),
         last_move=_last_move(last) if last else old.last_move,
         recent_moves=[_recent_move(m) for m in facts.moves[-models.MAX_RECENT_MOVES :]],
+        moves_held_until=format_time(facts.held_until) if facts.held_until and facts.held_until > now else None,
         decisions=_decisions(facts, old.decisions, now),
         conditions=_conditions(facts, objectives, old.conditions, now),
     )
@@ -114,6 +116,11 @@ def recorded_moves(status: InferencePoolStatus) -> tuple[MoveRecord, ...]:
             )
         )
     return tuple(records)
+
+
+def recorded_hold(status: InferencePoolStatus) -> float | None:
+    """Raises ValueError for a time that is none."""
+    return None if status.moves_held_until is None else parse_time(status.moves_held_until)
 
 
 def recorded_counts(status: InferencePoolStatus) -> dict[Role, int] | None:

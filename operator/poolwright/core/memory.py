@@ -18,8 +18,10 @@ def rebuild_memory(
     recent_moves: Sequence[MoveRecord] | None,
     desired: Mapping[Role, int] | None,
     spec: PolicySpec,
+    held_until: float | None = None,
 ) -> Memory:
-    """`recent_moves` None means: the status could not be read. Then no move by policy for one window.
+    """`recent_moves` None means: the status could not be read. Then no move by policy for one window. `held_until` is
+    the end of such a window that was still open before this restart: its status tells no more than the lost one did.
 
     An operator may die between a move and its record. The machine's own traces (`move`, or a fresh `role-since` at an
     epoch only a move reaches) then stand in for the record and count against the cap: safe, if once too strict.
@@ -32,7 +34,7 @@ def rebuild_memory(
         if trace is not None and not any(_same(record, trace) for record in records):
             records.append(trace)
     records.sort(key=lambda r: r.started_at)
-    return Memory(moves=tuple(records), desired=_valid(desired, spec))
+    return Memory(moves=tuple(records), desired=_valid(desired, spec), held_until=held_until)
 
 
 def _trace(machine: Machine) -> MoveRecord | None:
