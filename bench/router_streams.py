@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from aiohttp import web
 
 from poolwright.core.machine import Machine
 from poolwright.local.machines import LocalMachines
+from poolwright.local.processes import free_ports
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
 
@@ -169,14 +169,6 @@ async def compare(options: argparse.Namespace) -> None:
         f"router CPU {cpu / options.requests * 1000:.2f} ms per request, {cpu / events * 1e6:.1f} µs per token; "
         f"routed / direct = {direct.seconds / routed.seconds:.2f} of the throughput"
     )
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [int(listener.getsockname()[1]) for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from poolwright.core.machine import Machine
 from poolwright.core.routing import LOCAL_PROMPT_TOKENS
+from poolwright.local.processes import free_ports
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
-from support.processes import free_ports, running, until_ready
+from support.processes import running, until_ready
 from support.router_server import POOL_KEY, RouterServer, running_router
 from support.tiny_llama import write_tiny_llama
 

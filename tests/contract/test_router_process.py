@@ -10,10 +10,11 @@ import httpx
 import pytest
 
 from poolwright.local.machines import LocalMachines
+from poolwright.local.processes import free_ports
 from poolwright.router.main import main
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
-from support.processes import free_ports, running, until_ready
+from support.processes import running, until_ready
 from support.scripted_engine import scripted_engines
 
 ENVIRONMENT = {names.ENV_POOL: "chat", names.ENV_POOL_NAMESPACE: "llm", names.ENV_POOL_KEY: "ab" * 32}

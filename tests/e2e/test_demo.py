@@ -70,3 +70,12 @@ def test_a_model_that_does_not_exist_is_one_line_and_exit_code_2() -> None:
     done = subprocess.run([POOLWRIGHT, "demo", "--model", "/nowhere.gguf"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stdout.strip().splitlines() == ["poolwright demo: the model /nowhere.gguf does not exist"]
+
+
+def test_a_manifest_that_does_not_validate_is_refused_with_its_fields_and_exit_code_2(tmp_path: Path) -> None:
+    manifest = tmp_path / "pool.yaml"
+    manifest.write_text("apiVersion: poolwright.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: chat}\n")
+    command = [POOLWRIGHT, "demo", "--file", str(manifest), "--model", str(manifest)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout.strip().splitlines() == ["spec: Field required"]

@@ -24,7 +24,7 @@ from openai import OpenAI
 from poolwright.controller import names as child_names
 from poolwright.core.machine import Machine, begin
 from poolwright.kube.machines import SeenEpoch, patch_operations
-from poolwright.local.traffic import Client, Outcome, Shape, percentile
+from poolwright.local.traffic import Client, Outcome, Shape, percentile, sustained
 from poolwright_protocol import keys, names
 from poolwright_protocol.roles import Role, RolePut, RoleState
 from support import node_prometheus
@@ -319,14 +319,14 @@ class Load:
 
 def measure(router: str, summary: Summary) -> Load:
     """Unloaded TTFT and TBT, and the prompts a second that the starting split sustains."""
-    prompts, decode, sustained = asyncio.run(measurements(router))
+    prompts, decode, prompts_per_second = asyncio.run(measurements(router))
     ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
     tbt = percentile(decode.gaps_seconds[1:], 50)
     assert ttft is not None
     assert tbt is not None
-    load = Load(round(ttft * TTFT_MULTIPLE * 1000), round(tbt * TBT_MULTIPLE * 1000), OVERLOAD * sustained)
+    load = Load(round(ttft * TTFT_MULTIPLE * 1000), round(tbt * TBT_MULTIPLE * 1000), OVERLOAD * prompts_per_second)
     summary.say(
-        f"Unloaded: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms; 1/1/1 sustains {sustained:.2f} prompts/s. "
+        f"Unloaded: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms; 1/1/1 sustains {prompts_per_second:.2f}/s. "
         f"Load: {load.requests_per_second:.2f} prompts/s. Targets (P90): TTFT {load.ttft_target_milliseconds} ms = "
         f"{TTFT_MULTIPLE:g}x, TBT {load.tbt_target_milliseconds} ms = {TBT_MULTIPLE:g}x unloaded"
     )
@@ -339,16 +339,11 @@ async def measurements(router: str) -> tuple[list[Outcome], Outcome, float]:
         for _ in range(3):  # until the router knows how fast each machine is
             await client.one(PROMPT_HEAVY)
         prompts, decode = [await client.one(PROMPT_HEAVY) for _ in range(5)], await client.one(DECODE_HEAVY)
-        before = len(client.outcomes)
-        began = time.monotonic()
-        end = began + SATURATION_SECONDS
-        await client.closed_loop(PROMPT_HEAVY, SATURATING_STREAMS, lambda: time.monotonic() >= end)
+        prompts_per_second = await sustained(client, PROMPT_HEAVY, SATURATING_STREAMS, SATURATION_SECONDS)
     finally:
         await client.close()
     assert [outcome.error for outcome in client.outcomes if outcome.error] == []
-    first_tokens = [o.started_at + o.ttft_seconds for o in client.outcomes[before:] if o.ttft_seconds is not None]
-    settled = began + SATURATION_SECONDS / 4
-    return prompts, decode, sum(1 for at in first_tokens if settled <= at < end) / (end - settled)
+    return prompts, decode, prompts_per_second
 
 
 def edit(installed: Installation, mode: str, load: Load) -> None:

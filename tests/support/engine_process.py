@@ -10,7 +10,6 @@ It ends with the test, also when the test is killed (Linux).
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import httpx
 
+from poolwright.local.processes import free_ports
 from poolwright_protocol import keys, names
 from poolwright_protocol.roles import Role, RolePut, RoleState
 
@@ -124,7 +124,7 @@ def start_engine(
     program: Sequence[str] = (sys.executable, "-m", "poolwright_engine.cli"),
 ) -> Iterator[EngineProcess]:
     """`ports`: API, admin, KV; without them, three that are free. Does not wait: see `wait_ready`."""
-    port, admin_port, kv_port = ports or free_ports(host)
+    port, admin_port, kv_port = ports or free_ports(3, host)
     command = [
         *(*program, "serve", "--model", str(model), "--served-model-name", name),
         *("--host", host, "--port", str(port), "--admin-port", str(admin_port), "--kv-port", str(kv_port)),
@@ -155,16 +155,6 @@ def start_engine(
         finally:
             if process.poll() is None:
                 engine.kill()
-
-
-def free_ports(host: str = "127.0.0.1") -> tuple[int, int, int]:
-    """Three ports that were free a moment ago."""
-    with (
-        socket.create_server((host, 0)) as a,
-        socket.create_server((host, 0)) as b,
-        socket.create_server((host, 0)) as c,
-    ):
-        return a.getsockname()[1], b.getsockname()[1], c.getsockname()[1]
 
 
 def _die_with_parent() -> None:

@@ -1,37 +1,34 @@
 """The place where machines live, on a real API server: pods whose status says where an engine's admin port listens."""
 
 import asyncio
-import socket
 from typing import Any
 
 from poolwright.core.machine import Machine
 from poolwright.kube import KubeClient, KubeMachines
 from poolwright.kube.machines import format_time, machine_of
 from poolwright.kube.resources import PODS
+from poolwright.local.processes import free_ports
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
+from support.machines_bed import EnginesOfBed
 from support.pods import engine_pod, run_pod
-from support.role_engine import RoleEngine, RoleKeeper
 from testbed.bed import Cluster
 
 POOL = "chat"
-POOL_KEY = bytes(range(32))
 
 
-class KubeBed:
+class KubeBed(EnginesOfBed):
     """`MachinesBed` over pods of one namespace. Restarts, losses and addresses are those of the pods."""
 
-    pool_key = POOL_KEY
-
     def __init__(self, cluster: Cluster, client: KubeClient, namespace: str) -> None:
+        super().__init__()
         self.machines = KubeMachines(client, namespace, POOL)
         self._cluster = cluster
         self._client = client
         self._namespace = namespace
-        self._engines: dict[str, RoleEngine] = {}
 
     async def add(self, name: str, role: Role | None, epoch: int) -> Machine:
-        port = _free_port()
+        port = free_ports(1)[0]
         pod = engine_pod(name, POOL)
         pod["metadata"]["annotations"][names.ANNOTATION_ROLE_EPOCH] = str(epoch)
         if role is not None:
@@ -39,7 +36,7 @@ class KubeBed:
             pod["metadata"]["annotations"][names.ANNOTATION_ROLE_SINCE] = format_time(0)
         pod["spec"]["containers"][0]["ports"] = [{"name": "admin", "containerPort": port}]
         made = await self._client.create(PODS, self._namespace, pod)
-        await self._start(name, RoleKeeper(made["metadata"]["uid"], role, epoch), port)
+        await self._start(name, self._keeper(made["metadata"]["uid"], role, epoch), port)
         await asyncio.to_thread(run_pod, self._cluster, self._namespace, name, "127.0.0.1")
         return await self.get(name)
 
@@ -58,43 +55,9 @@ class KubeBed:
             operations.append({"op": "add", "path": path, "value": str(epoch)})
         await self._client.json_patch(PODS, self._namespace, name, operations)
 
-    def engine(self, name: str) -> RoleKeeper:
-        return self._engines[name].keeper
-
-    def set_loading(self, name: str, loading: bool) -> None:
-        self._engines[name].loading = loading
-
-    async def kill_engine(self, name: str) -> None:
-        await self._engines[name].stop()
-
-    async def restart_engine(self, name: str) -> None:
-        machine = await self.get(name)
-        await self.kill_engine(name)
-        await self._start(name, RoleKeeper(machine.uid, machine.role, machine.role_epoch), machine.admin_port)
-
-    async def give_address_away(self, name: str) -> RoleKeeper:
-        await self.kill_engine(name)
-        other = RoleKeeper("uid-of-another-pod", Role.MIXED, 7)
-        await self._start(name, other, (await self.get(name)).admin_port)
-        return other
-
     async def delete(self, name: str) -> None:
         await self.kill_engine(name)
         await self._client.delete(PODS, self._namespace, name)
         async with asyncio.timeout(20):
             while await self._client.get(PODS, self._namespace, name) is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-
-    async def close(self) -> None:
-        for engine in self._engines.values():
-            await engine.stop()
-
-    async def _start(self, name: str, keeper: RoleKeeper, port: int) -> None:
-        engine = self._engines[name] = RoleEngine(keeper, POOL_KEY)
-        await engine.start("127.0.0.1", port)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -4,6 +4,7 @@ The same tests run on every implementation of `MachinesBed`.
 """
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -64,15 +65,54 @@ class MachinesBed(Protocol):
         ...
 
 
-class LocalBed:
-    """In this process: `LocalMachines`, and an address and port of its own for each engine."""
+class EnginesOfBed(ABC):
+    """What every bed does with the small engines behind its machines; where the machines live is the bed's own."""
 
     pool_key = POOL_KEY
 
     def __init__(self, keeper: Callable[[str, Role | None, int], RoleKeeper] = RoleKeeper) -> None:
-        self.machines = LocalMachines()
         self._keeper = keeper
         self._engines: dict[str, RoleEngine] = {}
+
+    @abstractmethod
+    async def get(self, name: str) -> Machine: ...
+
+    def engine(self, name: str) -> RoleKeeper:
+        return self._engines[name].keeper
+
+    def set_loading(self, name: str, loading: bool) -> None:
+        self._engines[name].loading = loading
+
+    async def kill_engine(self, name: str) -> None:
+        await self._engines[name].stop()
+
+    async def restart_engine(self, name: str) -> None:
+        machine = await self.get(name)
+        await self.kill_engine(name)
+        await self._start(name, self._keeper(machine.uid, machine.role, machine.role_epoch), machine.admin_port)
+
+    async def give_address_away(self, name: str) -> RoleKeeper:
+        await self.kill_engine(name)
+        other = self._keeper("uid-of-another-pod", Role.MIXED, 7)
+        await self._start(name, other, (await self.get(name)).admin_port)
+        return other
+
+    async def close(self) -> None:
+        for engine in self._engines.values():
+            await engine.stop()
+
+    async def _start(self, name: str, keeper: RoleKeeper, port: int) -> int:
+        engine = self._engines[name] = RoleEngine(keeper, POOL_KEY)
+        await engine.start("127.0.0.1", port)
+        return engine.port
+
+
+class LocalBed(EnginesOfBed):
+    """In this process: `LocalMachines`, and an address and port of its own for each engine."""
+
+    def __init__(self, keeper: Callable[[str, Role | None, int], RoleKeeper] = RoleKeeper) -> None:
+        super().__init__(keeper)
+        self.machines = LocalMachines()
 
     async def add(self, name: str, role: Role | None, epoch: int) -> Machine:
         uid = f"uid-{name}-{uuid.uuid4().hex[:6]}"
@@ -102,35 +142,6 @@ class LocalBed:
         machine = await self.get(name)
         self.machines.put(replace(machine, role=role, role_epoch=machine.role_epoch if epoch is None else epoch))
 
-    def engine(self, name: str) -> RoleKeeper:
-        return self._engines[name].keeper
-
-    def set_loading(self, name: str, loading: bool) -> None:
-        self._engines[name].loading = loading
-
-    async def kill_engine(self, name: str) -> None:
-        await self._engines[name].stop()
-
-    async def restart_engine(self, name: str) -> None:
-        machine = await self.get(name)
-        await self.kill_engine(name)
-        await self._start(name, self._keeper(machine.uid, machine.role, machine.role_epoch), machine.admin_port)
-
-    async def give_address_away(self, name: str) -> RoleKeeper:
-        await self.kill_engine(name)
-        other = self._keeper("uid-of-another-pod", Role.MIXED, 7)
-        await self._start(name, other, (await self.get(name)).admin_port)
-        return other
-
     async def delete(self, name: str) -> None:
         await self.kill_engine(name)
         self.machines.remove(name)
-
-    async def close(self) -> None:
-        for engine in self._engines.values():
-            await engine.stop()
-
-    async def _start(self, name: str, keeper: RoleKeeper, port: int) -> int:
-        engine = self._engines[name] = RoleEngine(keeper, POOL_KEY)
-        await engine.start("127.0.0.1", port)
-        return engine.port

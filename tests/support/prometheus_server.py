@@ -1,6 +1,5 @@
 """A real Prometheus on a free port with storage of its own, scraping what it is told to."""
 
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 import httpx
 import yaml
 
+from poolwright.local.processes import free_ports
 from support import required
 
 _START_SECONDS = 30.0
@@ -28,7 +28,7 @@ def running(folder: Path, jobs: dict[str, Sequence[str]], scrape_interval: str =
     }
     config_file = folder / "prometheus.yml"
     config_file.write_text(yaml.safe_dump(config))
-    port = _free_port()
+    port = free_ports(1)[0]
     log_file = folder / "prometheus.log"
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -67,9 +67,3 @@ def _wait_until_ready(url: str, process: "subprocess.Popen[bytes]", log_file: Pa
             pass
         time.sleep(0.1)
     raise TimeoutError(f"prometheus was not ready after {_START_SECONDS} s: {log_file.read_text()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -28,7 +28,7 @@ from poolwright.controller.ports import Event
 from poolwright.core.machine import Machine
 from poolwright.local.model import WHEEL_BYTES, ModelUnavailable, ensure_demo_model
 from poolwright.local.pool import LocalPool, memory_mebibytes
-from poolwright.local.traffic import Client, Outcome, Shape, percentile
+from poolwright.local.traffic import Client, Outcome, Shape, percentile, sustained
 from poolwright.local.view import Scene, View
 from poolwright_protocol.roles import Role
 
@@ -164,6 +164,7 @@ def _manifest(file: Path | None) -> dict[str, Any]:
         raise DemoFailed(f"{file}: {error}") from error
     if not isinstance(manifest, dict):
         raise DemoFailed(f"{file}: expected one InferencePool")
+    InferencePool.parse(manifest)
     return manifest
 
 
@@ -191,7 +192,6 @@ async def _demo(
     good = False
     try:
         manifest["spec"]["model"]["source"] = {"path": str(model)}
-        InferencePool.parse({**manifest, "metadata": {**manifest.get("metadata", {})}})
         view.say(f"{manifest['metadata']['name']}: the same YAML as on a cluster; two things are overridden here:")
         view.say(f"  spec.model.source.path = {model}")
         view.say("  spec.slo.objectives[].targetMilliseconds: edited once the unloaded latencies are measured")
@@ -205,7 +205,7 @@ async def _demo(
                 load = load or await _calibrate(pool, manifest, scene, view, seed)
                 runs.append(await _run(pool, mode, load, scene, view, seed))
                 if last:
-                    good = _summarize(console, runs, pool, load)
+                    good = _summarize(console, runs, pool)
                 if last and keep:
                     url = pool.supervisor.router_url
                     console.print(f"\nServing at {url}/v1 until Ctrl-C. For example:", highlight=False)
@@ -280,7 +280,6 @@ def _split(machines: Sequence[Machine]) -> str:
 
 async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene, view: View, seed: int) -> Load:
     """Unloaded TTFT and TBT; how a step grows with the streams that share it; what the starting split sustains."""
-    clock = asyncio.get_running_loop().time
     client = Client(pool.supervisor.router_url, manifest["spec"]["model"]["name"], seed)
     try:
         scene.phase = "Measuring unloaded"
@@ -292,9 +291,7 @@ async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene,
         scene.phase = f"Measuring {DECODE_STREAMS} streams on each decoding machine"
         shared = await asyncio.gather(*(client.one(long) for _ in range(DECODE_STREAMS * decoders)))
         scene.phase = "Measuring what the starting split sustains"
-        began, seen = clock(), len(client.outcomes)
-        end = began + SATURATION_SECONDS
-        await client.closed_loop(PROMPT_HEAVY, SATURATING_STREAMS, lambda: clock() >= end)
+        prompts_per_second = await sustained(client, PROMPT_HEAVY, SATURATING_STREAMS, SATURATION_SECONDS)
         if failed := [o.error for o in client.outcomes if o.error]:
             raise DemoFailed(f"a request failed while the load was measured: {failed[0]}")
     finally:
@@ -302,17 +299,14 @@ async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene,
     ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
     tbt = percentile(alone.gaps_seconds[1:], 50)
     tbt_shared = percentile([gap for o in shared for gap in o.gaps_seconds[-4:]], 50)
-    first_tokens = [o.started_at + o.ttft_seconds for o in client.outcomes[seen:] if o.ttft_seconds is not None]
-    settled = began + SATURATION_SECONDS / 4
-    sustained = sum(1 for at in first_tokens if settled <= at < end) / (end - settled)
-    if not ttft or not tbt or not tbt_shared or not sustained:
+    if not ttft or not tbt or not tbt_shared or not prompts_per_second:
         raise DemoFailed("nothing could be measured")
     # Little's law: streams = arrivals x tokens x gap.
     tokens = round(DECODE_STREAMS / (tbt_shared * PROMPT_BUSY_SHARE / ttft))
-    load = Load(ttft, tbt, PROMPT_OVERLOAD * sustained, Shape(PROMPT_WORDS, max(8, min(64, tokens))))
+    load = Load(ttft, tbt, PROMPT_OVERLOAD * prompts_per_second, Shape(PROMPT_WORDS, max(8, min(64, tokens))))
     view.say(
         f"Measured: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms unloaded; TBT {tbt_shared * 1000:.0f} ms with "
-        f"{DECODE_STREAMS} streams on a machine; {sustained:.2f} prompts/s sustained. Targets: "
+        f"{DECODE_STREAMS} streams on a machine; {prompts_per_second:.2f} prompts/s sustained. Targets: "
         f"TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x, "
         f"TBT {load.tbt_target_milliseconds} ms = {TBT_MULTIPLE:g}x unloaded"
     )
@@ -397,7 +391,7 @@ def _move_key(move: Mapping[str, Any]) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------------- summary
 
 
-def _summarize(console: Console, runs: Sequence[Run], pool: LocalPool, load: Load) -> bool:
+def _summarize(console: Console, runs: Sequence[Run], pool: LocalPool) -> bool:
     """Print it; True when every promise holds."""
     console.print("\nSummary", style="bold")
     for run in runs:

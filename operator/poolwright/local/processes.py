@@ -15,14 +15,14 @@ _PR_SET_PDEATHSIG = 1
 _PORTS = (20_000, 30_000)
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that were free a moment ago, all different, and below those the system gives to outgoing connections: an
     engine listens seconds after it was told its ports. Raises OSError when there are none."""
     free: list[int] = []
     for port in random.sample(range(*_PORTS), k=_PORTS[1] - _PORTS[0]):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
         free.append(port)

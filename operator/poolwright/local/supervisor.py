@@ -34,7 +34,6 @@ _UNREADY_AFTER = 2  # looks without an answer, as the readiness probe of a pod
 @dataclass(slots=True)
 class _Engine:
     machine_class: str
-    uid: str
     digest: str
     command: list[str]
     environment: dict[str, str]
@@ -72,11 +71,16 @@ class Supervisor:
         self._http: aiohttp.ClientSession | None = None
         self._closing = False
         self.router_url = f"http://{HOST}:{settings.router_port or free_ports(1)[0]}"
-        self.pids: dict[str, int] = {}
 
     @property
     def router_uid(self) -> str:
         return self._router_uid
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the engines, by machine, and of `router`, as far as they run."""
+        processes = {name: engine.process for name, engine in self._engines.items()} | {"router": self._router}
+        return {name: process.pid for name, process in processes.items() if process}
 
     @property
     def router_ready(self) -> bool:
@@ -186,7 +190,7 @@ class Supervisor:
             names.ENV_POOL_NAMESPACE: pool.metadata.namespace,
             names.ENV_POOL_KEY: self._settings.pool_key.hex(),
         }
-        engine = _Engine(machine_class.name, uid, digest, command, environment)
+        engine = _Engine(machine_class.name, digest, command, environment)
         self._engines[name] = engine
         self._machines.put(
             Machine(
@@ -218,7 +222,6 @@ class Supervisor:
         command = [*engine.command, f"--port={api}", f"--admin-port={admin}", f"--kv-port={kv}"]
         log = self._settings.folder / f"{name}.log"
         engine.process = await Process.start(command, engine.environment | role, log)
-        self.pids[name] = engine.process.pid
 
     def _retire(self, name: str, engine: _Engine) -> int:
         if engine.retiring:
@@ -249,7 +252,6 @@ class Supervisor:
             },
             self._settings.folder / "router.log",
         )
-        self.pids["router"] = self._router.pid
 
     # --------------------------------------------------------------------------------------------------------- watch
 

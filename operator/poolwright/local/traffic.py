@@ -157,6 +157,16 @@ class Client:
                 await asyncio.sleep(0.2)
 
 
+async def sustained(client: Client, shape: Shape, streams: int, seconds: float) -> float:
+    """First tokens a second with so many requests always under way, over the last three quarters of the time."""
+    clock = asyncio.get_running_loop().time
+    began, seen = clock(), len(client.outcomes)
+    end, settled = began + seconds, began + seconds / 4
+    await client.closed_loop(shape, streams, lambda: clock() >= end)
+    first_tokens = (o.started_at + o.ttft_seconds for o in client.outcomes[seen:] if o.ttft_seconds is not None)
+    return sum(1 for at in first_tokens if settled <= at < end) / (end - settled)
+
+
 def percentile(values: list[float], percent: float) -> float | None:
     """Nearest rank of the plain values; None of none."""
     if not values:
