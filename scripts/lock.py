@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "locks"
 TORCH = "torch==2.13.0"
-CUDA_ONLY = re.compile(r"^(nvidia-|cuda-|triton==)")
+CUDA_ONLY = re.compile(r"^(nvidia-|cuda-)")
+WITH_CUDA_OR_TESTS = re.compile(r"^triton==")  # in the lock of tests too: kernels compile without a GPU
 HEADER = "# Written by scripts/lock.py. Do not edit.\n"
 
 SETS = {
@@ -67,9 +68,11 @@ def main() -> int:
                 marks = "".join(f"# cpu build: {digest}\n" for digest in cpu_hashes)
                 listed = "".join(f" \\\n    --hash=sha256:{digest}" for digest in cpu_hashes)
                 pins["torch"] = marks + pins["torch"].rstrip("\n") + listed + "\n"
-            kept = [block for package, block in pins.items() if not CUDA_ONLY.match(block)]
+            kept = [block for block in pins.values() if not CUDA_ONLY.match(block)]
+            if name != "dev":
+                kept = [block for block in kept if not WITH_CUDA_OR_TESTS.match(block)]
             (LOCKS / f"{name}.txt").write_text(HEADER + "".join(kept))
-        cuda = [block for block in everything.values() if CUDA_ONLY.match(block)]
+        cuda = [block for block in everything.values() if CUDA_ONLY.match(block) or WITH_CUDA_OR_TESTS.match(block)]
         (LOCKS / "cuda.txt").write_text(HEADER + "".join(cuda))
     finally:
         constraints.unlink()

@@ -30,6 +30,7 @@ class CpuRunner:
         max_num_seqs: int,
         cpu_threads: int | None = None,
         duty_percent: int = 100,
+        num_host_blocks: int = 0,
     ) -> None:
         if not 1 <= duty_percent <= 100:
             raise ValueError(f"duty_percent must be in [1, 100], not {duty_percent}")
@@ -37,8 +38,10 @@ class CpuRunner:
         self.vocab_size = model.config.vocab_size
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
         self._model = model
         self._cache = KVCache(self.kv_shape, num_blocks, block_size, model.dtype)
+        self._host = KVCache(self.kv_shape, max(2, num_host_blocks), block_size, model.dtype)
         self._last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._duty = duty_percent / 100
         self._worker = ThreadPoolExecutor(
@@ -65,6 +68,14 @@ class CpuRunner:
             raise ValueError(f"{len(data)} bytes for {len(block_ids)} blocks that hold {wanted}")
         return self._worker.submit(self._write, layers, kv_heads, tuple(block_ids), data)
 
+    def swap_out(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> Future[None]:
+        self._check(range(0), range(0), block_ids)
+        return self._worker.submit(_copy_blocks, self._cache, tuple(block_ids), self._host, tuple(host_block_ids))
+
+    def swap_in(self, host_block_ids: Sequence[int], block_ids: Sequence[int]) -> Future[None]:
+        self._check(range(0), range(0), block_ids)
+        return self._worker.submit(_copy_blocks, self._host, tuple(host_block_ids), self._cache, tuple(block_ids))
+
     def close(self) -> None:
         """Waits for the step that runs; what has not begun is cancelled."""
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -83,8 +94,8 @@ class CpuRunner:
 
     def _run(self, step: Step) -> StepResult:
         began, cpu_began = time.perf_counter(), time.process_time()
-        token_ids: list[int | None] = [None] * len(step.rows)
-        logprobs: list[TokenLogprobs | None] = [None] * len(step.rows)
+        token_ids: list[tuple[int, ...]] = [()] * len(step.rows)
+        logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(step.rows)
         if step.rows:
             sampling = [index for index, row in enumerate(step.rows) if row.samples]
             logits = self._forward(step.rows, sampling)
@@ -92,7 +103,8 @@ class CpuRunner:
             sampled = sample(logits, [row.params for row in rows], [row.start + row.length for row in rows])
             for index, row, token in zip(sampling, rows, sampled, strict=True):
                 self._last_sampled[row.slot] = token.token_id
-                token_ids[index], logprobs[index] = token.token_id, token.logprobs
+                token_ids[index] = (token.token_id,)
+                logprobs[index] = (token.logprobs,) if token.logprobs is not None else ()
         if self._duty < 1:
             used = time.process_time() - cpu_began
             time.sleep(max(0.0, used / self._duty - (time.perf_counter() - began)))
@@ -123,6 +135,10 @@ class CpuRunner:
 
     def _part(self, layers: range, kv_heads: range) -> Tensor:
         return self._cache.data[:, layers.start : layers.stop, :, :, kv_heads.start : kv_heads.stop]
+
+
+def _copy_blocks(source: KVCache, source_ids: tuple[int, ...], target: KVCache, target_ids: tuple[int, ...]) -> None:
+    target.data[:, :, torch.tensor(target_ids)] = source.data[:, :, torch.tensor(source_ids)]
 
 
 def _set_threads(cpu_threads: int | None) -> None:

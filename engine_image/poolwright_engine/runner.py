@@ -21,12 +21,27 @@ class Handle(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """The tokens so far of a sequence that takes a slot, without placeholders: from them the runner builds what its
+    sampler remembers of the slot (penalty counts, the guide's state), and carries that on by itself."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part of a step: positions [start, start + length) of it are computed.
 
     `token_ids` has `length` ids, or is empty when the single input is the slot's last sampled token. `block_ids` is the
     whole block table, long enough for start + length tokens. `samples` is true when the row's last position yields a
     token; its absolute position is start + length.
+
+    `num_draft`: the last `num_draft` of `token_ids` are guesses. The runner samples at the position of the token before
+    them and at each of theirs, and keeps what it sampled up to the first that differs from the guess after it: between
+    1 and num_draft + 1 tokens, the very ones that one step each would have sampled. `seat` comes with the first row of
+    a sequence in a slot if its params need history. `next_token_id`: the prompt's token after the row, for the prompt's
+    log probabilities; None where the row samples.
     """
 
     slot: int  # stable per running sequence, in [0, max_num_seqs)
@@ -37,6 +52,9 @@ class Row:
     samples: bool
     params: SamplingParams
     use_last_sampled: bool = False
+    num_draft: int = 0
+    seat: Seat | None = None
+    next_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +71,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`token_ids[i]` and `logprobs[i]` belong to row i; None where it does not sample or asked for none."""
+    """`token_ids[i]` and `logprobs[i]` belong to row i: the tokens it sampled, in order, and one entry for each;
+    empty where it does not sample or asked for none. `prompt_logprobs[i]`: of the prompt tokens at positions
+    start + 1 to start + length of a row whose params ask for them (without the token sampled), else empty."""
 
     number: int
-    token_ids: tuple[int | None, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...]
     busy_seconds: float  # time the device worked on this step
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
 class ModelRunner(Protocol):
@@ -67,6 +88,7 @@ class ModelRunner(Protocol):
     kv_shape: KVShape
     vocab_size: int
     num_blocks: int  # block 0 is the null block: never allocated, pads tables
+    num_host_blocks: int  # room for swapped-out blocks, ids from 0; 0: no swapping
     block_size: int
 
     def submit(self, step: Step) -> Handle[StepResult]: ...
@@ -81,6 +103,14 @@ class ModelRunner(Protocol):
         ...
 
     def write_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int], data: bytes) -> Handle[None]:
+        """The reverse; before any step submitted later."""
+        ...
+
+    def swap_out(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> Handle[None]:
+        """Copy those blocks of all layers to host memory, as they are after the steps submitted so far."""
+        ...
+
+    def swap_in(self, host_block_ids: Sequence[int], block_ids: Sequence[int]) -> Handle[None]:
         """The reverse; before any step submitted later."""
         ...
 

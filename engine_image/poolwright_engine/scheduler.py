@@ -199,11 +199,11 @@ class Scheduler:
         if number != result.number:
             raise ValueError(f"step {result.number} was read, {number} is the oldest in flight")
         outputs = []
-        for sequence, token_id, logprobs in zip(sequences, result.token_ids, result.logprobs, strict=True):
-            if token_id is None or sequence.state is not SequenceState.RUNNING:
+        for sequence, token_ids, logprobs in zip(sequences, result.token_ids, result.logprobs, strict=True):
+            if not token_ids or sequence.state is not SequenceState.RUNNING:
                 continue
             sequence.num_placeholders -= 1
-            outputs.append((sequence, self.accept(sequence, token_id, logprobs)))
+            outputs.append((sequence, self.accept(sequence, token_ids[0], logprobs[0] if logprobs else None)))
         self.blocks.step_read(number)
         return outputs
 

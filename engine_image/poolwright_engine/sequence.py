@@ -9,30 +9,75 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class GuideKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"  # text: a JSON list of strings
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What the output must match. `text` is the schema, expression or grammar; checked before it enters the engine."""
+
+    kind: GuideKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """temperature 0 is greedy. `seed` is always set before a request enters the engine; noise is a function of
-    (seed, absolute position of the token sampled), so a draw is the same wherever and whenever it is made."""
+    (seed, absolute position of the token sampled), so a draw is the same wherever and whenever it is made.
+
+    Order, as vLLM's: raw log probabilities; allowed tokens (guide, logit_bias, min_tokens); penalties; temperature;
+    min-p, top-k, top-p; noise.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives; None: no log probabilities
+    min_tokens: int = 0  # before it, eos and stop ids cannot be sampled
+    presence_penalty: float = 0.0  # of output tokens
+    frequency_penalty: float = 0.0  # of output tokens
+    repetition_penalty: float = 1.0  # of prompt and output tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    guide: Guide | None = None
+    logprobs: int | None = None  # how many alternatives; None: no log probabilities; -1: all of the vocabulary
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+
+    @property
+    def needs_history(self) -> bool:
+        """The sampler must know the tokens so far, so a row that takes a seat brings them."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or self.min_tokens > 0
+            or self.guide is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`prompt_machine` is the raw signed header, checked by the hand-off; None: prefill here."""
+    """`prompt_machine` is the raw signed header, checked by the hand-off; None: prefill here.
+
+    `priority`: lower runs first, under the priority policy only. `cache_salt`: requests share cached blocks only with
+    the same salt. `siblings`: requests of one client's n share this name and their prompt."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     arrival_seconds: float = field(default_factory=time.monotonic)
     prompt_machine: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    siblings: str | None = None
 
 
 class FinishReason(StrEnum):
@@ -44,11 +89,12 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of the sampled token, and of the most likely ones, from raw logits."""
+    """Of the sampled token, and of the most likely ones, from raw logits. `rank` 1 is the most likely."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +106,8 @@ class TokenOutput:
     stop_token_id: int | None = None  # set when a stop id other than eos ended it
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int | None = None  # with the first token: prompt tokens that came from the prefix cache
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the first token: of prompt positions 1 and up
 
 
 class SequenceState(StrEnum):

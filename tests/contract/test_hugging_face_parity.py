@@ -96,9 +96,8 @@ def generate(
                 owners.append(slot)
                 done[slot] += rows[-1].length
             result = runner.submit(Step(number, tuple(rows))).result()
-            for slot, token_id in zip(owners, result.token_ids, strict=True):
-                if token_id is not None:
-                    outputs[slot].append(token_id)
+            for slot, token_ids in zip(owners, result.token_ids, strict=True):
+                outputs[slot].extend(token_ids)
             number += 1
     finally:
         runner.close()

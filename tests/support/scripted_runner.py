@@ -63,11 +63,17 @@ class ScriptedRunner:
     """`step_seconds`: how long a step takes. `fail_at`: number of the step that the device breaks at."""
 
     def __init__(
-        self, num_blocks: int = 64, block_size: int = 4, step_seconds: float = 0.0, fail_at: int | None = None
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        step_seconds: float = 0.0,
+        fail_at: int | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         self.kv_shape = SHAPE
         self.vocab_size = VOCAB_SIZE
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.step_seconds = step_seconds
         self.fail_at = fail_at
@@ -76,6 +82,7 @@ class ScriptedRunner:
         self.steps: list[Step] = []
         shape = (2, SHAPE.layers, num_blocks, block_size, SHAPE.kv_heads, SHAPE.head_size)
         self._cache = np.full(shape, _UNWRITTEN, dtype=np.int32)
+        self._host = np.full((2, SHAPE.layers, num_host_blocks, *shape[3:]), _UNWRITTEN, dtype=np.int32)
         self._last_sampled: dict[int, int] = {}
         self._queue: deque[_Lazy] = deque()
         self._lock = threading.Lock()
@@ -103,6 +110,22 @@ class ScriptedRunner:
             self._part(layers, kv_heads)[:, :, ids] = values
 
         return self._enqueue(write)
+
+    def swap_out(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> _Lazy:
+        ids, host_ids = self._checked(block_ids), list(host_block_ids)
+
+        def copy() -> None:
+            self._host[:, :, host_ids] = self._cache[:, :, ids]
+
+        return self._enqueue(copy)
+
+    def swap_in(self, host_block_ids: Sequence[int], block_ids: Sequence[int]) -> _Lazy:
+        ids, host_ids = self._checked(block_ids), list(host_block_ids)
+
+        def copy() -> None:
+            self._cache[:, :, ids] = self._host[:, :, host_ids]
+
+        return self._enqueue(copy)
 
     def close(self) -> None:
         self.closed = True
@@ -136,9 +159,9 @@ class ScriptedRunner:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         tokens = tuple(self._run_row(row) for row in step.rows)
-        return StepResult(step.number, tokens, (None,) * len(tokens), self.step_seconds)
+        return StepResult(step.number, tokens, ((),) * len(tokens), self.step_seconds)
 
-    def _run_row(self, row: Row) -> int | None:
+    def _run_row(self, row: Row) -> tuple[int, ...]:
         token_ids = (self._last_sampled[row.slot],) if row.use_last_sampled else row.token_ids
         if len(token_ids) != row.length or row.length < 1:
             raise ValueError(f"{len(token_ids)} ids for a row of {row.length}")
@@ -151,12 +174,12 @@ class ScriptedRunner:
             self._cache[0, :, block, offset, :, 0] = token * 31 + layers * 7 + heads
             self._cache[1, :, block, offset, :, 0] = position * 31 + layers * 7 + heads
         if not row.samples:
-            return None
+            return ()
         length = row.start + row.length
         history = self._cache[:, :, list(row.block_ids)].reshape(2, SHAPE.layers, -1, SHAPE.kv_heads)[:, :, :length]
         sampled = next_token(self._decode(history), row.params, length)
         self._last_sampled[row.slot] = sampled
-        return sampled
+        return (sampled,)
 
     def _decode(self, history: Any) -> list[object]:
         """Token ids, where every layer and head agree on token and position; otherwise what was found there."""

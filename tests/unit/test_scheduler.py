@@ -33,7 +33,7 @@ def run(
 
 
 def result(step: Step, token: int = 7) -> StepResult:
-    return StepResult(step.number, tuple(token if r.samples else None for r in step.rows), (None,) * len(step.rows), 0)
+    return StepResult(step.number, tuple((token,) if r.samples else () for r in step.rows), ((),) * len(step.rows), 0)
 
 
 def lengths(decision: Decision) -> list[int]:
