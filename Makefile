@@ -3,10 +3,12 @@ export PYTHONSAFEPATH = 1
 export PYTHONUNBUFFERED = 1
 VENV ?= .venv
 BIN = $(VENV)/bin
+# A machine with a GPU need not have the environment of the tests.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench clean
+.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench gpu clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -60,6 +62,9 @@ cluster-status: venv ## What runs, where its kubeconfig is, how much memory it t
 
 bench: venv ## Ratios measured in one run: router against direct, batching
 	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+gpu: ## Prove and measure what needs an NVIDIA GPU, without network (ARGS="--only attention"); into build/gpu
+	@$(GPU_PYTHON) bench/gpu/__main__.py $(ARGS)
 
 clean: ## Remove the virtual environment and caches of this checkout
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

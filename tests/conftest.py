@@ -1,9 +1,14 @@
 """What all tests share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before any import of a kernel: Triton asks when a kernel is defined, and one process cannot mix the two. Without a GPU
+# nothing but the interpreter can run a kernel; a run on a GPU says TRITON_INTERPRET=0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from poolwright.local.model import ensure_demo_model
 

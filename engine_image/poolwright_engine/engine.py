@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from poolwright_engine.sequence import Request, TokenOutput
 from poolwright_protocol.roles import RolePut, RoleState
@@ -36,6 +36,15 @@ class EngineStats:
     kv_total_blocks: int
     waiting_prompt_tokens: int
     oldest_waiting_seconds: float
+    deferred: int = 0  # of those waiting: their prompt is being computed on another machine
+
+
+class Heartbeat(NamedTuple):
+    """`progress` grows with each step that was read, and only then. `owes`: there is work that is this machine's to do,
+    and not a peer's."""
+
+    progress: int
+    owes: bool
 
 
 class Engine(Protocol):

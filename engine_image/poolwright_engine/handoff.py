@@ -28,7 +28,16 @@ from typing import Any
 from poolwright_engine.engine import Refused
 from poolwright_engine.loop import EngineDead, EngineLoop
 from poolwright_engine.runner import Handle
-from poolwright_engine.sequence import Request, SamplingParams, Sequence, SequenceState, TokenLogprobs, TokenOutput
+from poolwright_engine.sequence import (
+    Guide,
+    GuideKind,
+    Request,
+    SamplingParams,
+    Sequence,
+    SequenceState,
+    TokenLogprobs,
+    TokenOutput,
+)
 from poolwright_protocol import handoff as wire
 from poolwright_protocol.kv import KVShape, blocks_for
 from poolwright_protocol.tickets import Grant, PromptMachine, TicketError
@@ -767,16 +776,24 @@ def _manifest(job: _PeerPrompt, entries: list[tuple[int, ...]]) -> wire.Manifest
 
 
 def _first_token_params(sampling: dict[str, Any]) -> SamplingParams:
-    """What samples the first token; when to stop is the token machine's business. Raises HandoffError."""
+    """What samples the first token; whether it is the last is the token machine's business. Raises HandoffError."""
     try:
-        logprobs = sampling["logprobs"]
+        logprobs, guide = sampling["logprobs"], sampling["guide"]
         return SamplingParams(
             max_tokens=1,
             temperature=float(sampling["temperature"]),
             top_p=float(sampling["top_p"]),
             top_k=int(sampling["top_k"]),
+            min_p=float(sampling["min_p"]),
             seed=int(sampling["seed"]),
-            ignore_eos=True,
+            stop_token_ids=tuple(int(token) for token in sampling["stop_token_ids"]),
+            ignore_eos=bool(sampling["ignore_eos"]),
+            min_tokens=int(sampling["min_tokens"]),
+            presence_penalty=float(sampling["presence_penalty"]),
+            frequency_penalty=float(sampling["frequency_penalty"]),
+            repetition_penalty=float(sampling["repetition_penalty"]),
+            logit_bias=tuple((int(token), float(bias)) for token, bias in sampling["logit_bias"]),
+            guide=None if guide is None else Guide(GuideKind(guide["kind"]), str(guide["text"])),
             logprobs=None if logprobs is None else int(logprobs),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -784,14 +801,14 @@ def _first_token_params(sampling: dict[str, Any]) -> SamplingParams:
 
 
 def _logprobs_to_json(entry: TokenLogprobs) -> list[Any]:
-    return [entry.token_id, entry.logprob, [list(pair) for pair in entry.top]]
+    return [entry.token_id, entry.logprob, [list(pair) for pair in entry.top], entry.rank]
 
 
 def _logprobs_from_json(raw: list[Any]) -> TokenLogprobs | None:
     if not raw:
         return None
     try:
-        token_id, logprob, top = raw[0]
-        return TokenLogprobs(int(token_id), float(logprob), tuple((int(t), float(p)) for t, p in top))
+        token_id, logprob, top, rank = raw[0]
+        return TokenLogprobs(int(token_id), float(logprob), tuple((int(t), float(p)) for t, p in top), int(rank))
     except (TypeError, ValueError) as error:
         raise wire.HandoffError(f"logprobs: {error}") from error

@@ -6,6 +6,8 @@ from pathlib import Path
 
 EXIT_ENGINE_DIED = 1
 EXIT_CONFIG = 2
+EXIT_SOME_FAILED = 3  # of a batch: every request has its answer, and some are errors
+EXIT_INTERRUPTED = 130  # as a shell writes a death by SIGINT: 128 + 2
 _TERMINATION_LOG = Path("/dev/termination-log")
 
 

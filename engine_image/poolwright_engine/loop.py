@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from poolwright_engine.blocks import BlockPool
-from poolwright_engine.engine import EngineStats, Refused, RoleRefused
+from poolwright_engine.engine import EngineStats, Heartbeat, Refused, RoleRefused
 from poolwright_engine.observer import Observer
 from poolwright_engine.runner import Handle, ModelRunner, Step, StepResult
-from poolwright_engine.scheduler import Decision, Scheduler, SchedulerConfig
+from poolwright_engine.scheduler import Decision, Scheduler
+from poolwright_engine.scheduler_config import SchedulerConfig
 from poolwright_engine.sequence import FinishReason, Request, Sequence, SequenceState, TokenLogprobs, TokenOutput
 from poolwright_protocol.roles import Role, RolePut, RoleState
 
@@ -36,6 +37,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1
+_CHECK_SECONDS = 5.0  # at least so long between two looks at the books
 _ABORTED = TokenOutput(finish_reason=FinishReason.ABORT, error="the engine is shutting down")
 
 
@@ -44,14 +46,8 @@ class EngineDead(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopConfig:
-    max_model_len: int
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 256
+class LoopConfig(SchedulerConfig):
     max_waiting: int = 1024  # requests that are not running yet; more are refused with 429
-    chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0  # most tokens of one prompt in a step; 0: no limit
-    ungranted_share_percent: int = 25  # see SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +107,19 @@ class _Client:
 
 
 @dataclass(frozen=True, slots=True)
+class _Flight:
+    step: Step
+    num_prefill_tokens: int
+    handle: Handle[StepResult]
+
+
+@dataclass(frozen=True, slots=True)
 class _Write:
-    """KV on its way into the cache. `after`: the newest step submitted before it."""
+    """KV on its way into the cache, or to host memory. `after`: the newest step submitted before it."""
 
     after: int
     handle: Handle[None]
-    done: Callable[[], None]
+    done: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class _Snapshot:
     parked: int
     free_blocks: int
     waiting_prompt_tokens: int
+    owes: bool = False  # a step is in flight, or somebody runs or waits here
 
 
 class EngineLoop:
@@ -140,21 +144,19 @@ class EngineLoop:
         self.max_model_len = config.max_model_len
         self.runner = runner
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_model_len=config.max_model_len,
-                block_size=runner.block_size,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                chunked_prefill=config.chunked_prefill,
-                long_prefill_token_threshold=config.long_prefill_token_threshold,
-                ungranted_share_percent=config.ungranted_share_percent,
+            config,
+            BlockPool(
+                runner.num_blocks,
+                runner.block_size,
+                runner.num_host_blocks,
+                runner.kv_shape.bytes_per_block(runner.block_size),
             ),
-            BlockPool(runner.num_blocks),
             eos_token_ids,
         )
         self.observer = observer or Observer()
         self.identity = identity
         self.boot_id = secrets.token_hex(8)
+        self.gave_up: str | None = None
         self._config = config
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
@@ -177,9 +179,11 @@ class EngineLoop:
         self._peers: dict[Sequence, PeerTenant] = {}
         self._grant_waiters: dict[Sequence, Callable[[tuple[int, ...]], None]] = {}
         self._outbox: list[tuple[Tenant, TokenOutput]] = []
-        self._pending: deque[tuple[Step, Handle[StepResult]]] = deque()
+        self._pending: deque[_Flight] = deque()
+        self._checked_seconds = 0.0
         self._writes: deque[_Write] = deque()
         self._step_number = 0
+        self._steps_read = 0
         self._role = identity.role or Role.MIXED
         self._role_put = identity.role  # None: no role was PUT at this epoch
         self._epoch = identity.role_epoch
@@ -247,11 +251,22 @@ class EngineLoop:
             kv_total_blocks=total,
             waiting_prompt_tokens=snapshot.waiting_prompt_tokens,
             oldest_waiting_seconds=max(0.0, time.monotonic() - min(arrivals)) if arrivals else 0.0,
+            deferred=min(self._num_waiting, sum(c.sequence.state is SequenceState.REMOTE for c in clients)),
         )
 
     @property
     def healthy(self) -> bool:
         return self._dead is None
+
+    def heartbeat(self) -> Heartbeat:
+        """From any thread, also while the loop's hangs."""
+        return Heartbeat(self._steps_read, self._snapshot.owes or bool(self._inbox))
+
+    def give_up(self, reason: str) -> None:
+        """The loop's thread hangs in a call and cannot be reached: tell everyone, without it. The process must end."""
+        if self._dead is None:
+            self._dead = self.gave_up = f"the engine failed: {reason}"
+            self._everyone(TokenOutput(finish_reason=FinishReason.ERROR, error=self._dead))
 
     async def drain(self, limit_seconds: float) -> None:
         self._draining = True
@@ -300,7 +315,7 @@ class EngineLoop:
 
         def accept() -> None:
             if sequence.state is SequenceState.REMOTE:
-                known = self.scheduler.accept(sequence, token_id)
+                known = self.scheduler.accept(sequence, token_id, now=time.monotonic())
                 if known.finish_reason is not None:
                     self._forget(sequence)
 
@@ -392,7 +407,9 @@ class EngineLoop:
         sequence = Sequence(request)
         client = _Client(sequence)
         self._admit(client)
-        remote = self._exchange is not None and request.prompt_machine is not None
+        # The prompt's log probabilities are made where its tokens are, and no message carries them.
+        wants_prompt_logprobs = request.params.prompt_logprobs is not None
+        remote = self._exchange is not None and request.prompt_machine is not None and not wants_prompt_logprobs
         if remote:
             sequence.state = SequenceState.REMOTE
         self._post_new(client, lambda: self._add(client))
@@ -439,9 +456,11 @@ class EngineLoop:
                     self.observer.request_scheduled(now - request.arrival_seconds)
                 client.first_token_seconds = now
                 self.observer.first_token(now - request.arrival_seconds, now - client.scheduled_seconds)
-                self.observer.prompt_tokens(len(request.prompt_ids), transferred)
+                self.observer.prompt_tokens(len(request.prompt_ids), transferred, output.num_cached_tokens or 0)
             else:
                 self.observer.inter_token(now - client.last_token_seconds)
+                for _ in output.token_ids[1:]:
+                    self.observer.inter_token(0.0)  # guesses that came true came together
             client.last_token_seconds = now
             self.observer.generation_tokens(len(output.token_ids))
         if output.finish_reason is not None:
@@ -453,6 +472,7 @@ class EngineLoop:
             return
         client.ended = True
         now, request = time.monotonic(), client.sequence.request
+        self.observer.request_preemptions(client.sequence.num_preemptions)
         generated = len(client.sequence.output_ids)
         if client.first_token_seconds is not None and generated == 0:
             generated = just_now  # a first token from elsewhere, which the scheduler has yet to hear of
@@ -480,7 +500,7 @@ class EngineLoop:
             while not self._stopping:
                 self._iterate()
             while self._pending:
-                self._pending.popleft()[1].result()
+                self._pending.popleft().handle.result()
         except Exception as error:
             _log.exception("The engine loop failed")
             self._dead = f"the engine failed: {type(error).__name__}: {error}"
@@ -502,24 +522,26 @@ class EngineLoop:
     def _iterate(self) -> None:
         """One step boundary: hear, schedule, submit; then read the step before."""
         self._take_commands()
-        decision = self.scheduler.schedule(self._step_number, self._prefill_bound)
+        decision = self.scheduler.schedule(self._step_number, self._prefill_bound, time.monotonic())
         self._act(decision)
         self._boundaries += 1
         self._publish()
         self._flush()
-        if len(self._pending) > 1 or (self._pending and decision.step is None):
-            step, handle = self._pending.popleft()
-            result = handle.result()
+        if len(self._pending) >= self._config.steps_in_flight or (self._pending and decision.step is None):
+            flight = self._pending.popleft()
+            result = flight.handle.result()
             self._take_commands()  # an abort that came during the step wins over its output
             self._settle_writes()
-            self._read(step, result)
+            self._read(flight, result)
             self._flush()
         elif not self._pending:
             self._settle_writes()
+            self._check_books()
             self._publish()
             with self._condition:
                 if not self._inbox and not self._stopping:
-                    self._condition.wait()
+                    wake = decision.wake_seconds
+                    self._condition.wait(None if wake is None else max(0.0, wake - time.monotonic()))
 
     def _take_commands(self) -> None:
         with self._condition:
@@ -532,22 +554,38 @@ class EngineLoop:
         for sequence in decision.granted:
             waiter = self._grant_waiters.pop(sequence)
             waiter(tuple(sequence.block_ids[: -(-sequence.num_prompt // self.runner.block_size)]))
+        for sequence in decision.preempted:
+            self.observer.preempted(bool(sequence.host_block_ids))
         for sequence in decision.admitted:
+            if sequence.num_preemptions == 0 and self._config.enable_prefix_caching:
+                self.observer.prefix_lookup(sequence.num_prompt, sequence.num_cached or 0)
             tenant = self._tenants[sequence]
             if isinstance(tenant, _Client) and tenant.scheduled_seconds is None:
                 tenant.scheduled_seconds = now
                 self.observer.request_scheduled(now - sequence.request.arrival_seconds)
         for sequence in decision.asking:
             self._peers[sequence].admitted()
+        for swap in decision.swaps_out:
+            self._swapped(self.runner.swap_out(swap.block_ids, swap.host_block_ids), len(swap.block_ids), out=True)
+        for swap in decision.swaps_in:
+            self._swapped(self.runner.swap_in(swap.host_block_ids, swap.block_ids), len(swap.block_ids), out=False)
         if decision.step is not None:
-            self._pending.append((decision.step, self.runner.submit(decision.step)))
+            handle = self.runner.submit(decision.step)
+            self._pending.append(_Flight(decision.step, decision.num_prefill_tokens, handle))
             self._step_number += 1
+            if decision.padded_tokens:
+                self.observer.padded(decision.padded_tokens)
             for sequence in decision.computing:
                 if sequence.for_peer:
                     self._peers[sequence].submitted()
 
-    def _read(self, step: Step, result: StepResult) -> None:
-        for sequence, output in self.scheduler.update(result):
+    def _swapped(self, handle: Handle[None], num_blocks: int, out: bool) -> None:
+        self._writes.append(_Write(self._step_number - 1, handle))
+        self.observer.swapped(num_blocks, out)
+
+    def _read(self, flight: _Flight, result: StepResult) -> None:
+        self._steps_read += 1
+        for sequence, output in self.scheduler.update(result, time.monotonic()):
             tenant = self._tenants[sequence]
             if isinstance(tenant, _Client):
                 self._observe_tokens(tenant, output)
@@ -556,16 +594,23 @@ class EngineLoop:
             self._outbox.append((tenant, output))
             if sequence.state is SequenceState.FINISHED:
                 self._forget(sequence)
-        decodes = sum(row.samples and row.length == 1 for row in step.rows)
-        self.observer.step(step.num_tokens, step.num_tokens - decodes, result.busy_seconds)
+        self.observer.step(flight.step.num_tokens, flight.num_prefill_tokens, result.busy_seconds)
 
     def _settle_writes(self) -> None:
         """Those behind no step still in flight have ended; a failure among them is the device's."""
-        oldest = self._pending[0][0].number if self._pending else self._step_number
+        oldest = self._pending[0].step.number if self._pending else self._step_number
         while self._writes and self._writes[0].after < oldest:
             write = self._writes.popleft()
             write.handle.result()
-            write.done()
+            if write.done is not None:
+                write.done()
+
+    def _check_books(self) -> None:
+        """Nothing runs, so there is time for it. What does not balance ends the engine: its answers may be wrong."""
+        now = time.monotonic()
+        if now >= self._checked_seconds + _CHECK_SECONDS:
+            self._checked_seconds = now
+            self.scheduler.check()
 
     def _flush(self) -> None:
         if self._outbox:
@@ -575,8 +620,11 @@ class EngineLoop:
     def _publish(self) -> None:
         scheduler = self.scheduler
         uncomputed = sum(s.num_prompt for s in scheduler.waiting if s.state is SequenceState.WAITING)
-        uncomputed += sum(max(0, s.num_prompt - s.num_computed) for s in scheduler.running)
-        self._snapshot = _Snapshot(len(scheduler.running), len(scheduler.parked), scheduler.blocks.num_free, uncomputed)
+        uncomputed += sum(max(0, s.num_prompt - s.num_computed) for s in scheduler.running if s.is_prefilling)
+        owes = bool(self._pending or scheduler.running or scheduler.waiting)
+        self._snapshot = _Snapshot(
+            len(scheduler.running), len(scheduler.parked), scheduler.blocks.num_free, uncomputed, owes
+        )
         self._role_state = self._describe_role()
 
     def _add(self, tenant: Tenant) -> None:

@@ -151,13 +151,26 @@ class EngineMetrics(Observer):
             ("max_num_queued_reqs", "max_num_queued_tokens"),
         )
         self._preemptions = self._counter("num_preemptions", "Cumulative number of preemption from the engine.")
-        self._counter("prefix_cache_queries", "Prefix cache queries, in terms of number of queried tokens.")
-        self._counter("prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens.")
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries", "Prefix cache queries, in terms of number of queried tokens."
+        )
+        self._prefix_hits = self._counter(
+            "prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens."
+        )
 
         self._steps = self._own_counter("poolwright_engine_steps", "Steps run.")
         self._busy_seconds = self._own_counter("poolwright_engine_busy_seconds", "Time the device worked on steps.")
         self._computed_prompt_tokens = self._own_counter(
             "poolwright_engine_computed_prompt_tokens", "Prompt tokens computed here, for peers too."
+        )
+        self._preemptions_by_way = self._own_counter(
+            "poolwright_engine_preemptions", "Requests that lost their memory to another.", "way", ("recompute", "swap")
+        )
+        self._swapped_blocks = self._own_counter(
+            "poolwright_engine_swapped_blocks", "KV blocks copied to host memory and back.", "direction", ("out", "in")
+        )
+        self._padding_tokens = self._own_counter(
+            "poolwright_engine_padding_tokens", "Tokens that padded batches would have computed beside the useful ones."
         )
         self._prefills_served = self._own_counter(
             "poolwright_engine_prefills_served", "Prompts computed here for another machine."
@@ -219,12 +232,36 @@ class EngineMetrics(Observer):
         self._busy_seconds[role][""].inc(busy_seconds)
         self._computed_prompt_tokens[role][""].inc(num_prefill_tokens)
 
-    def prompt_tokens(self, count: int, transferred: bool) -> None:
+    def prompt_tokens(self, count: int, transferred: bool, cached: int = 0) -> None:
+        cached = count if transferred else cached
         self._prompt_tokens.inc(count)
-        self._prompt_tokens_by_source["external_kv_transfer" if transferred else "local_compute"].inc(count)
-        if transferred:
-            self._cached_prompt_tokens.inc(count)
-        self._request_prefill_computed_tokens.observe(0 if transferred else count)
+        self._prompt_tokens_by_source["local_compute"].inc(count - cached)
+        self._prompt_tokens_by_source["external_kv_transfer" if transferred else "local_cache_hit"].inc(cached)
+        self._cached_prompt_tokens.inc(cached)
+        self._request_prefill_computed_tokens.observe(count - cached)
+
+    def prefix_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
+        self._prefix_queries.inc(queried_tokens)
+        self._prefix_hits.inc(hit_tokens)
+
+    def preempted(self, swapped: bool) -> None:
+        self._preemptions.inc()
+        self._preemptions_by_way[self._role]["swap" if swapped else "recompute"].inc()
+
+    def swapped(self, num_blocks: int, out: bool) -> None:
+        self._swapped_blocks[self._role]["out" if out else "in"].inc(num_blocks)
+
+    def padded(self, num_tokens: int) -> None:
+        self._padding_tokens[self._role][""].inc(num_tokens)
+
+    def request_preemptions(self, count: int) -> None:
+        self._request_preemptions.observe(count)
+
+    def answered(self, choices: int, most_generation_tokens: int) -> None:
+        """All choices of one prompt ended; the longest had so many tokens. By who answers the client, since to the loop
+        each is a request of its own."""
+        self._request_choices.observe(choices)
+        self._request_max_generation_tokens.observe(most_generation_tokens)
 
     def generation_tokens(self, count: int) -> None:
         self._generation_tokens.inc(count)
@@ -241,8 +278,6 @@ class EngineMetrics(Observer):
     ) -> None:
         """Of a request that ended before its first token only what it asked for is observed."""
         self._request_max_tokens.observe(max_tokens)
-        self._request_choices.observe(1)
-        self._request_preemptions.observe(0)
         if not generation_tokens:
             return
         self._request_seconds.observe(e2e_seconds)
@@ -250,7 +285,6 @@ class EngineMetrics(Observer):
         self._decode_seconds.observe(decode_seconds)
         self._request_prompt_tokens.observe(prompt_tokens)
         self._request_generation_tokens.observe(generation_tokens)
-        self._request_max_generation_tokens.observe(generation_tokens)
         self._seconds_per_token.observe(decode_seconds / (generation_tokens - 1) if generation_tokens > 1 else 0.0)
 
     def refused(self, reason: str) -> None:
@@ -332,7 +366,7 @@ class _Scrape(Collector):
             "num_requests_waiting_by_reason",
             "Number of waiting requests by reason.",
             "reason",
-            {"capacity": stats.waiting, "deferred": 0},
+            {"capacity": stats.waiting - stats.deferred, "deferred": stats.deferred},
         )
         yield self._vllm_by(
             "engine_sleep_state",

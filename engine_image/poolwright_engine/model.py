@@ -1,9 +1,10 @@
 """The Llama family over a paged KV cache, in PyTorch: weights, cache and one forward pass of a mixed batch.
 
-Owns the arithmetic. Knows nothing of files, sequences, sampling or scheduling.
+Owns the arithmetic; what differs between models of the family is a value of `ModelConfig` or a weight that is there or
+not. Knows nothing of files, sequences, sampling or scheduling.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,44 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from poolwright_engine.cpu_attention import AttentionPlan, paged_attention, plan_attention
+from poolwright_engine.linear import Linear
+from poolwright_engine.model_config import Activation, ModelConfig
 from poolwright_engine.vml import settle
 from poolwright_kernels.kv_write import kv_write
-from poolwright_kernels.paged_attention import AttentionRow, paged_attention, plan_attention
+from poolwright_kernels.paged_attention import AttentionRow
 from poolwright_protocol.kv import KVShape
 
-settle(torch.cos, torch.sin, torch.exp, torch.sqrt, torch.rsqrt)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a Llama. `context_length` is what the model was made for; the engine may serve less."""
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    context_length: int
-    rms_norm_epsilon: float
-    inverse_frequencies: tuple[float, ...]  # of the rotary embedding, scaling applied: head_size / 2 of them
-    tied_embeddings: bool
-
-    def kv_shape(self, dtype: torch.dtype) -> KVShape:
-        return KVShape(self.layers, self.kv_heads, self.head_size, dtype.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """(out, in) weight and an optional bias."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+settle(torch.cos, torch.sin, torch.exp, torch.sqrt, torch.rsqrt, torch.tanh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +33,9 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    qk_norm: Tensor | None = None  # (heads + kv_heads, head_size): of the query heads, then of the key heads
+    after_attention_norm: Tensor | None = None
+    after_mlp_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +46,11 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Linear
+
+    def products(self) -> Iterator[Linear]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield self.lm_head
 
 
 class KVCache:
@@ -95,7 +75,9 @@ class LlamaModel:
         self.config = config
         self.weights = weights
         self.dtype: torch.dtype = weights.embedding.dtype
-        self._inverse_frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
+        self._epsilon = torch.tensor(config.rms_norm_epsilon)
+        self._windows = tuple({kind.window: None for kind in config.attention_kinds})
+        self._frequencies = [torch.tensor(kind.inverse_frequencies) for kind in config.attention_kinds]
 
     def forward(
         self, token_ids: Tensor, rows: Sequence[AttentionRow], cache: KVCache, logits_at: Sequence[int]
@@ -104,42 +86,81 @@ class LlamaModel:
 
         token_ids: (tokens,) int64, the rows' tokens in row order. logits_at: indices into those tokens.
         """
+        return self.logits(self.hidden(token_ids, rows, cache)[torch.tensor(logits_at, dtype=torch.int64)])
+
+    def hidden(self, token_ids: Tensor, rows: Sequence[AttentionRow], cache: KVCache) -> Tensor:
+        """Computes the rows' tokens and writes their KV: what `logits` makes logits of, (tokens, hidden_size)."""
         with torch.inference_mode():
-            hidden = self._hidden(token_ids, rows, cache)
-            if len(logits_at) == 0:
-                return torch.empty(0, self.config.vocab_size)
-            picked = self._norm(hidden[torch.tensor(logits_at)], self.weights.norm)
-            return self.weights.lm_head(picked).float()
+            return self._hidden(token_ids, rows, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits of some tokens' hidden states, (tokens, vocab_size). The caller bounds how many at once."""
+        with torch.inference_mode():
+            return self._capped(self.weights.lm_head(self._norm(hidden, self.weights.norm)).float())
 
     def _hidden(self, token_ids: Tensor, rows: Sequence[AttentionRow], cache: KVCache) -> Tensor:
         config, weights = self.config, self.weights
-        plan = plan_attention(rows, cache.block_size, self.dtype)
-        cos, sin = self._rotation(rows)
-        scale = config.head_size**-0.5
+        plan = self._plan(rows, cache.block_size)
+        rotations = self._rotations(plan.positions)
         rotated_heads = config.heads + config.kv_heads
         hidden = F.embedding(token_ids, weights.embedding)
-        for index, layer in enumerate(weights.layers):
+        if config.embedding_scale != 1:
+            hidden = hidden * torch.tensor(config.embedding_scale, dtype=self.dtype)
+        for index, (layer, kind) in enumerate(zip(weights.layers, config.kind_of_layer, strict=True)):
             keys, values = cache.data[0, index], cache.data[1, index]
             qkv = layer.qkv(self._norm(hidden, layer.attention_norm)).unflatten(1, (-1, config.head_size))
-            rotated = _rotate(qkv[:, :rotated_heads], cos, sin)
+            rotated = qkv[:, :rotated_heads]
+            if layer.qk_norm is not None:
+                rotated = F.rms_norm(rotated, (config.head_size,), None, config.rms_norm_epsilon) * layer.qk_norm
+            rotated = _rotate(rotated, *rotations[kind])
             kv_write(rotated[:, config.heads :], qkv[:, rotated_heads:], keys, values, plan.write_slots)
-            attended = paged_attention(rotated[:, : config.heads], keys, values, plan, scale)
-            hidden = hidden + layer.output(attended.flatten(1))
+            attended = paged_attention(
+                rotated[:, : config.heads],
+                keys,
+                values,
+                plan,
+                config.attention_scale,
+                config.attention_kinds[kind].window,
+                config.attention_soft_cap,
+            )
+            hidden.add_(self._norm_after(layer.output(attended.flatten(1)), layer.after_attention_norm))
             gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=1)
-            hidden = hidden + layer.down(F.silu(gate) * up)
+            hidden.add_(self._norm_after(layer.down(self._activated(gate).mul_(up)), layer.after_mlp_norm))
         return hidden
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.config.hidden_size,), weight, self.config.rms_norm_epsilon)
+    def _plan(self, rows: Sequence[AttentionRow], block_size: int) -> AttentionPlan:
+        return plan_attention(rows, block_size, self.dtype, self._windows)
 
-    def _rotation(self, rows: Sequence[AttentionRow]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rows' positions, (tokens, 1, head_size / 2), in the model's dtype."""
-        positions = torch.cat([torch.arange(row.start, row.start + row.length) for row in rows])
-        angles = positions[:, None, None].float() * self._inverse_frequencies
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm in fewer passes than PyTorch's own takes on a CPU; sums and scales in float32."""
+        wide = x.float()  # x itself in float32
+        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        scale = torch.addcmul(self._epsilon, length, length, value=1 / x.shape[1]).rsqrt_()
+        return (wide * scale).to(self.dtype).mul_(weight)
+
+    def _norm_after(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._norm(x, weight)
+
+    def _activated(self, gate: Tensor) -> Tensor:
+        if self.config.activation is Activation.GELU_TANH:
+            return F.gelu(gate, approximate="tanh")
+        return F.silu(gate)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For each kind of attention, cosines and signed sines of those positions, for both halves of a head:
+        (tokens, 1, head_size), in the model's dtype."""
+        rotations = []
+        for frequencies in self._frequencies:
+            angles = positions[:, None, None].float() * frequencies
+            cos, sin = angles.cos(), angles.sin()
+            rotations.append((torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)))
+        return rotations
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, halves paired as Hugging Face pairs them: element i with i + head_size / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)

@@ -19,10 +19,26 @@ class Observer:
     def step(self, num_tokens: int, num_prefill_tokens: int, busy_seconds: float) -> None:
         """One step was read. Both counts are tokens computed in it."""
 
-    def prompt_tokens(self, count: int, transferred: bool) -> None:
-        """At the first token. `transferred`: their KV is computed on another machine."""
+    def prompt_tokens(self, count: int, transferred: bool, cached: int = 0) -> None:
+        """At the first token. `transferred`: their KV is computed on another machine. `cached`: how many of them were
+        found in the prefix cache."""
 
     def generation_tokens(self, count: int) -> None: ...
+
+    def prefix_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
+        """When a request is first admitted; what it finds again after a preemption is no hit."""
+
+    def preempted(self, swapped: bool) -> None:
+        """A request lost its memory to another; `swapped`: its KV went to host memory."""
+
+    def swapped(self, num_blocks: int, out: bool) -> None:
+        """KV blocks were copied to host memory (`out`), or back."""
+
+    def padded(self, num_tokens: int) -> None:
+        """What a server that pads its batches would have computed beside a step's tokens."""
+
+    def request_preemptions(self, count: int) -> None:
+        """Once per request of a client, when it ends."""
 
     def finished(
         self,

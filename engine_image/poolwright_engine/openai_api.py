@@ -1,93 +1,119 @@
-"""Requests and refusals of the OpenAI API, worded as vLLM 0.32 words them.
+"""What a request of the OpenAI API may say, as vLLM 0.32 reads it.
 
-Owns what a request may say and which of it this engine can do. Fields it has never heard of are accepted; fields that
-would change the output and are not implemented are refused by name. Knows no engine, no tokenizer and no HTTP server.
+Owns the fields, their types and the rules between them. Fields it has never heard of are accepted; fields that would
+change the output and are not implemented are refused by name. Knows no engine, no tokenizer and no HTTP server.
 """
 
-import math
-import secrets
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from poolwright_engine.sequence import SamplingParams
+from poolwright_engine.api_error import bad_parameter, bad_request
 
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 32
-MAX_PROMPTS = 256  # of one completions request
+MAX_STOP_STRINGS = 4
+MAX_PROMPTS = 1024  # of one completions request
+MAX_CHOICES = 128  # of one prompt
+MAX_SEQUENCES = 1024  # of one request: prompts times choices
+MAX_TOOLS = 128
+MAX_SALT_CHARACTERS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 
-_ERROR_TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    429: "RateLimitError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-}
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Stops = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
 
 
-class ApiError(Exception):
-    """A refusal with its HTTP status; `body` is what the client reads."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        *,
-        type: str | None = None,
-        retry_after_seconds: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.type = type or _ERROR_TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-        self.param = param
-        self.retry_after_seconds = retry_after_seconds
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.status}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_seconds is None else {"retry-after": str(self.retry_after_seconds)}
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), allow_inf_nan=False)
 
 
-def bad_parameter(message: str, parameter: str, value: object = None) -> ApiError:
-    """400, with vLLM's trailing "(parameter=…, value=…)"."""
-    shown = "" if value is None else f", value={value}"
-    return ApiError(400, f"{message} (parameter={parameter}{shown})", parameter)
-
-
-class StreamOptions(BaseModel):
+class StreamOptions(_Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What completions and chat share."""
+class JsonSchemaFormat(_Fields):
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), allow_inf_nan=False)
+
+class ResponseFormat(_Fields):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Fields):
+    json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationRequest(_Fields):
+    """What completions and chat share. `spaces_between_special_tokens` is accepted, and no tokenizer read here puts
+    such spaces in."""
 
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    n: int | None = 1
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Int64 | None = None
+    stop: Stops | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    min_tokens: int | None = 0
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: Int64 = 0
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
             raise bad_parameter("Stream options can only be defined when `stream=True`.", "stream_options")
+        if self.prompt_logprobs is not None:
+            if self.stream and (self.prompt_logprobs > 0 or self.prompt_logprobs == -1):
+                raise bad_parameter("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+            if self.prompt_logprobs < -1:
+                raise bad_parameter(
+                    "`prompt_logprobs` must be a positive value or -1.", "prompt_logprobs", self.prompt_logprobs
+                )
+        form = self.response_format
+        if form is not None and form.type == "json_schema" and form.json_schema is None:
+            message = "When response_format type is 'json_schema', the 'json_schema' field must be provided."
+            raise bad_parameter(message, "response_format")
+        if self.cache_salt is not None:
+            _check_salt(self.cache_salt)
+        if self.request_id is not None and not _NAME.fullmatch(self.request_id):
+            message = "request_id must be 1 to 128 letters, digits, or any of `_.:-`."
+            raise bad_parameter(message, "request_id", self.request_id)
         return self
 
     @property
@@ -95,10 +121,25 @@ class GenerationRequest(BaseModel):
         """Raises ApiError."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if any(not stop for stop in stops):
-            raise bad_parameter("stop cannot contain an empty string.", "stop")
-        if len(stops) > MAX_STOP_STRINGS:
-            raise bad_parameter(f"stop can hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}.", "stop")
+            raise bad_request("stop cannot contain an empty string.", "stop")
         return tuple(stops)
+
+    @property
+    def choices(self) -> int:
+        """How many answers to one prompt the client gets. Raises ApiError."""
+        return _count("n", 1 if self.n is None else self.n)
+
+    @property
+    def tries(self) -> int:
+        """How many are generated, of which the best are given. Raises ApiError."""
+        if self.best_of is None:
+            return self.choices
+        tries = _count("best_of", self.best_of)
+        if tries < self.choices:
+            raise bad_parameter(f"best_of must be at least n={self.choices}, got {tries}.", "best_of", tries)
+        if tries > self.choices and self.stream:
+            raise bad_parameter("A stream cannot be the best of several; best_of must equal n.", "best_of", tries)
+        return tries
 
     @property
     def include_usage(self) -> bool:
@@ -118,18 +159,64 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
-        if not self.prompt or any(part in ("", []) for part in self.prompt):
+        prompt = self.prompt
+        nested = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        if not prompt or (nested and not all(prompt)):
             raise bad_parameter("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        if self.logprobs is not None and self.logprobs < -1:
+            raise bad_parameter("`logprobs` must be a positive value or -1.", "logprobs", self.logprobs)
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per choice. Raises ApiError for more than MAX_PROMPTS."""
+        """Raises ApiError for too many."""
         prompt: Any = self.prompt
         prompts: list[str | list[int]] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
         if len(prompts) > MAX_PROMPTS:
-            raise bad_parameter(f"prompt can hold at most {MAX_PROMPTS} prompts, got {len(prompts)}.", "prompt")
+            message = f"prompt list length {len(prompts)} exceeds the maximum allowed count of {MAX_PROMPTS}."
+            raise bad_parameter(message, "prompt")
+        if len(prompts) * self.tries > MAX_SEQUENCES:
+            message = (
+                f"{len(prompts)} prompts of {self.tries} choices are more than the {MAX_SEQUENCES} allowed at once."
+            )
+            raise bad_parameter(message, "prompt")
         return prompts
+
+    @property
+    def only_echo(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class ToolFunction(_Fields):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Fields):
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+    def for_template(self) -> dict[str, Any]:
+        function = self.function
+        fields: dict[str, object] = {
+            "name": function.name,
+            "description": function.description,
+            "parameters": function.parameters,
+        }
+        if function.strict is not None:
+            fields["strict"] = function.strict
+        return {"type": "function", "function": fields}
+
+
+class NamedFunction(_Fields):
+    name: str
+
+
+class NamedTool(_Fields):
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class Message(BaseModel):
@@ -138,128 +225,212 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[str | dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Raises ApiError."""
         fields = {key: value for key, value in (self.model_extra or {}).items() if value not in (None, [])}
-        for name in ("tool_calls", "function_call", "audio"):
+        for name in ("function_call", "audio"):
             if name in fields:
                 raise bad_parameter(f"`{name}` in messages is not supported by this engine.", "messages")
         if self.content is None and self.role != "assistant":
             raise bad_parameter(f"A message of role {self.role} needs content.", "messages")
-        return {**fields, "role": self.role, "content": self._text()}
+        if self.tool_calls and self.role == "assistant":
+            fields["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        return {**fields, "role": self.role, "content": self.text}
 
-    def _text(self) -> str:
+    @property
+    def text(self) -> str:
+        """Raises ApiError."""
         if not isinstance(self.content, list):
             return self.content or ""
         texts = []
         for part in self.content:
-            kind, text = part.get("type", "text"), part.get("text")
-            if kind not in ("text", "input_text"):
+            if isinstance(part, str):
+                texts.append(part)
+                continue
+            kind = part.get("type", "text")
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if kind not in ("text", "input_text", "output_text", "refusal"):
                 raise bad_parameter(f"Content of type `{kind}` is not supported; this model reads text.", "messages")
             if not isinstance(text, str):
-                raise bad_parameter("A content part of type `text` needs a string `text`.", "messages")
+                raise bad_parameter(f"A content part of type `{kind}` needs a string.", "messages")
             texts.append(text)
         return "\n".join(texts)
 
 
-class ChatCompletionRequest(GenerationRequest):
+class Conversation(_Fields):
+    """What chat and its tokenizing share: all that the prompt is made of."""
+
     messages: list[Message]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: list[dict[str, str]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> "Conversation":
+        if not self.messages:
+            raise bad_parameter("messages must hold at least one message.", "messages")
+        if self.tools == []:
+            message = "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely."
+            raise bad_parameter(message, "tools")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+            raise bad_request(message, "continue_final_message")
+        if self.chat_template is not None or "chat_template" in (self.chat_template_kwargs or {}):
+            raise bad_parameter(
+                "`chat_template` is not supported by this engine; the model's is used.", "chat_template"
+            )
+        return self
+
+    @property
+    def rendered_tools(self) -> list[dict[str, Any]] | None:
+        return [tool.for_template() for tool in self.tools] if self.tools else None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the template sees beside the messages. Raises ApiError."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("enable_thinking", self.reasoning_effort != "none")
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.documents is not None:
+            variables["documents"] = self.documents
+        return variables | {"tools": self.rendered_tools}
+
+
+class ChatCompletionRequest(GenerationRequest, Conversation):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = False
+    echo: bool = False
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    return_prompt_text: bool | None = None
 
     @model_validator(mode="after")
-    def _check_messages(self) -> "ChatCompletionRequest":
-        if not self.messages:
-            raise bad_parameter("messages must hold at least one message.", "messages")
+    def _check_chat(self) -> "ChatCompletionRequest":
+        if self.top_logprobs is not None and self.top_logprobs < -1:
+            raise bad_parameter("`top_logprobs` must be a positive value or -1.", "top_logprobs", self.top_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise bad_parameter("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise bad_parameter("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if named is not None and named not in [tool.function.name for tool in self.tools or []]:
+            message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
+            raise bad_parameter(message, "tool_choice")
         return self
 
+    @property
+    def role(self) -> str:
+        """Of the answer."""
+        return "assistant" if self.add_generation_prompt else self.messages[-1].role
 
-class TokenizeRequest(BaseModel):
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def one_call(self) -> bool:
+        return self.parallel_tool_calls is False
+
+
+class TokenizeRequest(_Fields):
     """Of `prompt`, or of `messages` as chat would see them."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None  # None: as the endpoint of that kind does
-    add_generation_prompt: bool = True
     return_token_strs: bool | None = False
 
     @model_validator(mode="after")
     def _check(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise bad_parameter("Expected either prompt or messages.", "prompt")
+        if self.messages is not None:
+            self.conversation  # noqa: B018  raises what is wrong with it
         return self
 
+    @property
+    def conversation(self) -> Conversation:
+        """Of a request with messages."""
+        fields = {**(self.model_extra or {}), "messages": self.messages}
+        return Conversation.model_validate(fields | {"add_special_tokens": bool(self.add_special_tokens)})
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="allow")
 
+class DetokenizeRequest(_Fields):
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
 # What this engine does not do, and the values that ask for nothing. Anything else is refused by name.
 _NOT_IMPLEMENTED: Mapping[str, Sequence[Any]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
     "use_beam_search": (None, False),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "logits_processors": (None, []),
-    "prompt_logprobs": (None,),
     "logprob_token_ids": (None, []),
-    "return_tokens_as_token_ids": (None, False),
     "suffix": (None, ""),
     "prompt_embeds": (None,),
-    "truncate_prompt_tokens": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None, []),
-    "guided_grammar": (None,),
     "structural_tag": (None,),
+    "guided_whitespace_pattern": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
+    "prediction": (None,),
     "web_search_options": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "continue_final_message": (None, False),
+    "watermarking": (None, False),
     "kv_transfer_params": (None,),
-    "thinking_token_budget": (None,),
+    "ec_transfer_params": (None,),
+    "thinking_token_budget": (None, -1),
     "repetition_detection": (None,),
-    "priority": (None, 0),
+    "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
+}
+# Of chat, which a completion would have to ignore.
+_OF_CHAT: Mapping[str, Sequence[Any]] = {
+    "messages": (None,),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "top_logprobs": (None, 0),
+    "continue_final_message": (None, False),
+}
+_OF_STRUCTURED_OUTPUTS: Mapping[str, Sequence[Any]] = {
+    "structural_tag": (None,),
+    "whitespace_pattern": (None,),
+    "disable_any_whitespace": (None, False),
+    "disable_additional_properties": (None, False),
 }
 
 
 def check_supported(request: GenerationRequest) -> None:
     """Raises ApiError that names the first field this engine cannot honour."""
-    for name, value in (request.model_extra or {}).items():
-        if name in _NOT_IMPLEMENTED and not any(_same(value, harmless) for harmless in _NOT_IMPLEMENTED[name]):
-            raise bad_parameter(f"`{name}` is not supported by this engine.", name)
-    if isinstance(request, ChatCompletionRequest) and (request.model_extra or {}).get("echo"):
-        raise bad_parameter("`echo` is not supported by this engine in chat completions.", "echo")
+    refused = {**_NOT_IMPLEMENTED, **(_OF_CHAT if isinstance(request, CompletionRequest) else {})}
+    _refuse(request.model_extra, refused, "")
+    if request.structured_outputs is not None:
+        _refuse(request.structured_outputs.model_extra, _OF_STRUCTURED_OUTPUTS, "structured_outputs.")
+    if request.response_format is not None and request.response_format.type == "structural_tag":
+        raise bad_parameter("`structural_tag` is not supported by this engine.", "response_format")
+
+
+def _refuse(fields: Mapping[str, Any] | None, refused: Mapping[str, Sequence[Any]], at: str) -> None:
+    for name, value in (fields or {}).items():
+        if name in refused and not any(_same(value, harmless) for harmless in refused[name]):
+            raise bad_parameter(f"`{at}{name}` is not supported by this engine.", f"{at}{name}")
 
 
 def _same(value: object, harmless: object) -> bool:
@@ -267,68 +438,44 @@ def _same(value: object, harmless: object) -> bool:
     return isinstance(value, bool) == isinstance(harmless, bool) and value == harmless
 
 
-def sampling_params(request: CompletionRequest | ChatCompletionRequest, vocab_size: int) -> SamplingParams:
-    """All but the length: `max_tokens` is what was asked for, or 0 where the request leaves it to the model's length.
-
-    A seed is drawn where the request has none. Raises ApiError.
-    """
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    top_k = 0 if request.top_k in (None, -1) else request.top_k
-    if temperature < 0:
-        raise bad_parameter(f"temperature must be non-negative, got {temperature}.", "temperature", temperature)
-    if not 0 < top_p <= 1:
-        raise bad_parameter(f"top_p must be in (0, 1], got {top_p}.", "top_p", top_p)
-    if top_k is None or top_k < 0:
-        raise bad_parameter(f"top_k must be 0 (disable), or at least 1, got {top_k}.", "top_k", top_k)
-    for token_id in request.stop_token_ids or ():
-        if not 0 <= token_id < vocab_size:
-            raise bad_parameter(
-                f"stop_token_ids must be in [0, {vocab_size}), got {token_id}.", "stop_token_ids", token_id
-            )
-    return SamplingParams(
-        max_tokens=_max_tokens(request),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=secrets.randbits(63) if request.seed is None else request.seed,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=request.ignore_eos,
-        logprobs=_logprobs(request),
-    )
+def _count(name: str, value: int) -> int:
+    if value < 1:
+        raise bad_request(f"{name} must be at least 1, got {value}.", name)
+    if value > MAX_CHOICES:
+        raise bad_request(f"{name} must be at most {MAX_CHOICES}, got {value}.", name)
+    return value
 
 
-def _max_tokens(request: CompletionRequest | ChatCompletionRequest) -> int:
-    name, asked = "max_tokens", request.max_tokens
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        name, asked = "max_completion_tokens", request.max_completion_tokens
-    if asked is not None and asked < 1:
-        raise bad_parameter(f"{name} must be at least 1, got {asked}.", name, asked)
-    return asked or 0
-
-
-def _logprobs(request: CompletionRequest | ChatCompletionRequest) -> int | None:
-    if isinstance(request, ChatCompletionRequest):
-        if not request.logprobs:
-            return None
-        name, asked = "top_logprobs", request.top_logprobs or 0
-    elif request.logprobs is None:
-        return None
-    else:
-        name, asked = "logprobs", request.logprobs
-        if request.echo:
-            raise bad_parameter("`logprobs` with `echo` is not supported by this engine.", "logprobs", asked)
-    if asked < 0:
-        raise bad_parameter(f"{name} must be non-negative, got {asked}.", name, asked)
-    if asked > MAX_LOGPROBS:
-        raise bad_parameter(
-            f"Requested sample logprobs of {asked}, which is greater than max allowed: {MAX_LOGPROBS}", name, asked
+def _check_salt(salt: str) -> None:
+    if not salt:
+        raise bad_parameter("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+    if len(salt) > MAX_SALT_CHARACTERS or any(character in "@/\\\x00" for character in salt):
+        message = (
+            f"Parameter 'cache_salt' must be at most {MAX_SALT_CHARACTERS} characters and must not contain '@', '/', "
+            "'\\\\', or NUL."
         )
-    return asked
+        raise bad_parameter(message, "cache_salt")
+
+
+def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Templates take the arguments as an object; a history whose arguments are none is carried on with an empty one.
+    Raises ApiError."""
+    function = call.get("function")
+    if call.get("type", "function") != "function" or not isinstance(function, dict):
+        message = "chat completions only support assistant tool_calls of type 'function'."
+        raise bad_parameter(message, "tool_calls")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
 def fit_max_tokens(prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """The output length of one prompt (`max_tokens` 0: as long as the model allows). Raises ApiError."""
+    """The output length of one prompt: what was asked for (0: any), as far as the model's length allows. Raises
+    ApiError."""
     if max_tokens > max_model_len:
         raise bad_parameter(
             f"max_tokens={max_tokens} cannot be greater than max_model_len={max_model_len}. "
@@ -336,40 +483,15 @@ def fit_max_tokens(prompt_tokens: int, max_tokens: int, max_model_len: int) -> i
             "max_tokens",
             max_tokens,
         )
-    room = max_model_len - (max_tokens or 1)
-    if prompt_tokens > room:
+    if prompt_tokens > max_model_len:
         raise bad_parameter(
-            f"You passed {prompt_tokens} input tokens and requested {max_tokens} output tokens. However, the model's "
-            f"context length is only {max_model_len} tokens, resulting in a maximum input length of {room} tokens. "
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+            f"{prompt_tokens} input tokens, which exceeds this limit even without any output tokens. "
             "Please reduce the length of the input prompt.",
             "input_tokens",
             prompt_tokens,
         )
-    return max_tokens or max_model_len - prompt_tokens
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity; vLLM writes -9999."""
-    return max(logprob, -9999.0) if not math.isnan(logprob) else -9999.0
-
-
-def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Of a body that is no valid request at all: worded as vLLM's, without echoing what may be megabytes."""
-    lines = [
-        {**error, "loc": ".".join(str(part) for part in error["loc"]), "input": _brief(error.get("input"))}
-        for error in errors[:5]
-    ]
-    for line in lines:
-        line.pop("url", None)
-        if "ctx" in line:
-            line["ctx"] = {key: str(value) for key, value in line["ctx"].items()}
-    count = f"{len(errors)} validation error{'s' if len(errors) > 1 else ''}"
-    message = "\n".join([f"{count}:", *(f"  {line}" for line in lines)])
-    return ApiError(400, message, lines[0]["loc"], type="Bad Request")
-
-
-def _brief(value: object) -> object:
-    if isinstance(value, dict | list):
-        return f"<{type(value).__name__} of {len(value)} items>"
-    text = value if isinstance(value, str) else repr(value)
-    return value if len(text) <= 100 else f"{text[:100]}…"
+    room = max_model_len - prompt_tokens
+    if not room:
+        raise bad_parameter("max_tokens must be at least 1, got 0.", "max_tokens", 0)
+    return min(max_tokens or room, room)

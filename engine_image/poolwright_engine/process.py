@@ -1,7 +1,7 @@
 """An engine process from start to end: ports up at once, the model loaded behind them, drained at SIGTERM.
 
 Owns the order of things and the exit code. API, admin and KV share one asyncio loop; the engine steps in its own
-thread.
+thread, and the watchdog looks on from a third.
 """
 
 import asyncio
@@ -16,14 +16,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from poolwright_engine.admin import create_admin_app
+from poolwright_engine.api_keys import ApiKeys
 from poolwright_engine.config import ConfigError, EngineConfig
 from poolwright_engine.handoff import FailureReason
 from poolwright_engine.last_words import EXIT_ENGINE_DIED, fail
 from poolwright_engine.metrics import EngineMetrics
 from poolwright_engine.server import Served, Service, create_app
+from poolwright_engine.watchdog import Watchdog, end_process
 
 if TYPE_CHECKING:
     from poolwright_engine.assembly import Parts
@@ -33,15 +35,18 @@ T = TypeVar("T")
 
 _WATCH_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 2.0  # for answers already made to reach their clients
+_NOT_ENDED = "the engine did not end within its shutdown timeout"
+_END_SECONDS = 8.0  # past a drain's limit: its own grace, last words, and closing what is open
 # Longer than any router's idle pool keeps a connection, so that the router is the one to close it.
 _KEEP_ALIVE_SECONDS = 75
 
 
 async def serve(config: EngineConfig) -> int:
-    """Runs until SIGTERM or SIGINT (exit code 0), or the engine's death (1). Raises ConfigError."""
-    stopping = asyncio.Event()
+    """Runs until SIGTERM or SIGINT (0; 128 + n where a second signal n cut it short), or until the engine dies or makes
+    no progress (1). Raises ConfigError."""
+    stopping = _Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopping.signalled, number)
     metrics = EngineMetrics(
         config.served_model_name,
         config.pool,
@@ -49,26 +54,51 @@ async def serve(config: EngineConfig) -> int:
         config.pod_uid,
         [reason.value for reason in FailureReason],
     )
-    service = Service(config.served_model_name, config.model.name, config.pod_uid, metrics)
+    service = Service(
+        config.served_model_name,
+        config.model,
+        config.pod_uid,
+        metrics,
+        keep_alive_seconds=config.sse_keep_alive_seconds,
+        aliases=config.served_model_names[1:],
+    )
+    app: ASGIApp = create_app(service)
+    if config.api_keys:
+        app = ApiKeys(app, config.api_keys)
     admin_app = create_admin_app(lambda: service.served.engine if service.served else None, config.pool_key)
     async with (
-        _listening(create_app(service), config.host, config.port, "--port") as port,
+        _listening(app, config.host, config.port, "--port") as port,
         _listening(admin_app, config.host, config.admin_port, "--admin-port") as admin_port,
     ):
         log.info("Listening host=%s port=%d admin_port=%d uid=%s", config.host, port, admin_port, config.pod_uid)
-        log.info("Loading the model path=%s", config.model)
+        log.info("Loading the model name=%s", config.model)
         parts = await _loaded(config, stopping)
         return await _serve_model(config, parts, service, stopping)
 
 
-async def _loaded(config: EngineConfig, stopping: asyncio.Event) -> "Parts":
+class _Stopping:
+    """Signals so far: the first asks for a drain, the second for an end."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.exit_code = 0
+
+    def signalled(self, number: int) -> None:
+        if self.first.is_set():
+            self.exit_code = 128 + number
+            self.second.set()
+        self.first.set()
+
+
+async def _loaded(config: EngineConfig, stopping: _Stopping) -> "Parts":
     def load() -> "Parts":
         from poolwright_engine import assembly  # brings torch: seconds, and not on the event loop
 
         return assembly.load(config)
 
     loading = _in_thread(load)
-    await _first_of(loading, stopping.wait())
+    await _first_of(loading, stopping.first.wait())
     if not loading.done():
         log.info("Stopped while the model was loading")
         logging.shutdown()
@@ -76,14 +106,24 @@ async def _loaded(config: EngineConfig, stopping: asyncio.Event) -> "Parts":
     return loading.result()
 
 
-async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, stopping: asyncio.Event) -> int:
+async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, stopping: _Stopping) -> int:
     from poolwright_engine import assembly
 
     gc.collect()
     gc.freeze()  # the model's objects stay; later collections need not walk them
     engine = assembly.engine_loop(config, parts, service.metrics)
     exchange = assembly.kv_exchange(config, parts, engine)
+    event_loop = asyncio.get_running_loop()
+
+    def on_stall(stalled: bool) -> None:
+        service.ready = not stalled
+
+    def give_up(reason: str) -> None:
+        event_loop.call_soon_threadsafe(engine.give_up, reason)
+
+    watchdog = Watchdog(engine.heartbeat, config.stall_seconds, config.stall_exit_seconds, on_stall, give_up)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(watchdog)
         stack.push_async_callback(engine.close)
         await engine.start()
         stack.push_async_callback(exchange.close)
@@ -97,23 +137,36 @@ async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, s
             {
                 "block_size": str(config.block_size),
                 "num_gpu_blocks": str(parts.runner.num_blocks),
-                "cache_dtype": config.dtype,
-                "enable_prefix_caching": "False",
+                "cache_dtype": parts.dtype,
+                "enable_prefix_caching": str(config.enable_prefix_caching),
             },
         )
-        service.served = Served(engine, parts.tokenizer, parts.vocab_size, parts.max_chars_per_token)
+        service.served = Served(engine, parts.tokenizer, parts.vocab_size, parts.max_chars_per_token, parts.guides)
         service.ready = True
         log.info("Ready model=%s max_model_len=%d kv_port=%d", service.model_name, parts.max_model_len, exchange.port)
-        await _first_of(stopping.wait(), _until(lambda: not engine.healthy, _WATCH_SECONDS))
+        await _first_of(stopping.first.wait(), _until(lambda: not engine.healthy, _WATCH_SECONDS))
         if not engine.healthy:
             await _answered(service)
+            if engine.gave_up is not None:
+                end_process(engine.gave_up)  # its thread hangs in a call, so nothing may wait for it
             return fail("the engine's loop died; its error is in the log", EXIT_ENGINE_DIED)
-        log.info("Draining limit_seconds=%g", config.shutdown_timeout_seconds)
         service.draining = True
-        await engine.drain(config.shutdown_timeout_seconds)
+        log.info("Draining limit_seconds=%g", config.shutdown_timeout_seconds)
+        watchdog.end_within(config.shutdown_timeout_seconds + _END_SECONDS, _NOT_ENDED)
+        draining = asyncio.ensure_future(engine.drain(config.shutdown_timeout_seconds))
+        await _first_of(draining, stopping.second.wait())
+        if not draining.done():
+            log.info("Cut off what still runs")
+            watchdog.end_within(_END_SECONDS, _NOT_ENDED)
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+            await engine.drain(0)
         await _answered(service)
+        if service.in_flight:  # the loop's thread hangs, or a client does not read
+            engine.give_up(_NOT_ENDED)
+            await _answered(service)
         log.info("Drained")
-        return 0
+        return stopping.exit_code
 
 
 async def _until(condition: Callable[[], object], every_seconds: float) -> None:
@@ -175,7 +228,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: FastAPI, host: str, port: int, option: str) -> AsyncIterator[int]:
+async def _listening(app: ASGIApp, host: str, port: int, option: str) -> AsyncIterator[int]:
     """Serves while the context lasts; gives the port. Raises ConfigError where it cannot listen."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Rotary frequencies: the plain ones, and the scalings that a Llama checkpoint may ask for."""
+"""Rotary frequencies: the plain ones, and the scalings that a checkpoint may ask for."""
 
 import math
 from collections.abc import Mapping
@@ -41,7 +41,9 @@ RopeScaling = LinearScaling | Llama3Scaling
 
 
 def inverse_frequencies(theta: float, head_size: int, scaling: RopeScaling | None = None) -> Tensor:
-    """(head_size / 2,) float32: radians per position of each rotated pair."""
+    """(head_size / 2,) float32: radians per position of each rotated pair. Raises RopeScalingUnsupported."""
+    if theta < 1:
+        raise RopeScalingUnsupported(f"rope theta {theta} is less than 1")
     frequencies = 1.0 / (theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size))
     return frequencies if scaling is None else scaling(frequencies)
 
@@ -53,14 +55,21 @@ def parse_scaling(raw: Mapping[str, Any], context_length: int = 0) -> RopeScalin
         if kind == "default":
             return None
         if kind == "linear":
-            return LinearScaling(float(raw["factor"]))
+            return LinearScaling(_positive(raw["factor"]))
         if kind == "llama3":
             return Llama3Scaling(
-                factor=float(raw["factor"]),
-                low_freq_factor=float(raw["low_freq_factor"]),
-                high_freq_factor=float(raw["high_freq_factor"]),
+                factor=_positive(raw["factor"]),
+                low_freq_factor=_positive(raw["low_freq_factor"]),
+                high_freq_factor=_positive(raw["high_freq_factor"]),
                 original_context_length=int(raw.get("original_max_position_embeddings") or context_length),
             )
     except (KeyError, TypeError, ValueError) as error:
         raise RopeScalingUnsupported(f"rope scaling {kind} lacks a usable number: {error}") from error
     raise RopeScalingUnsupported(f"rope scaling {kind} is not supported (supported: linear, llama3)")
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{number} is not positive")
+    return number

@@ -6,10 +6,10 @@ sampled by N carries `use_last_sampled`; the runner keeps the last sampled token
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from poolwright_engine.sequence import SamplingParams, TokenLogprobs
-from poolwright_protocol.kv import KVShape
+from poolwright_protocol.kv import KVShape, blocks_for
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -29,13 +29,17 @@ class Seat:
     output_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's part of a step: positions [start, start + length) of it are computed.
 
-    `token_ids` has `length` ids, or is empty when the single input is the slot's last sampled token. `block_ids` is the
-    whole block table, long enough for start + length tokens. `samples` is true when the row's last position yields a
-    token; its absolute position is start + length.
+    A tuple, since one is made for every running sequence in every step.
+
+    `token_ids` has `length` ids, or is empty when the single input is the slot's last sampled token. `samples` is true
+    when the row's last position yields a token; its absolute position is start + length.
+
+    `block_ids` is the sequence's block table itself: at least the blocks of start + length tokens, perhaps more. It is
+    a list that is only ever appended to, also while the step runs, and a sequence that loses its blocks gets another
+    list: a runner that keeps a copy of each slot's table needs, while the list is the same object, only what is new.
 
     `num_draft`: the last `num_draft` of `token_ids` are guesses. The runner samples at the position of the token before
     them and at each of theirs, and keeps what it sampled up to the first that differs from the guess after it: between
@@ -48,13 +52,17 @@ class Row:
     start: int
     length: int
     token_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     samples: bool
     params: SamplingParams
     use_last_sampled: bool = False
     num_draft: int = 0
     seat: Seat | None = None
     next_token_id: int | None = None
+
+    def table(self, block_size: int) -> tuple[int, ...]:
+        """The blocks of positions [0, start + length), in order."""
+        return tuple(self.block_ids[: blocks_for(self.start + self.length, block_size)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +81,17 @@ class Step:
 class StepResult:
     """`token_ids[i]` and `logprobs[i]` belong to row i: the tokens it sampled, in order, and one entry for each;
     empty where it does not sample or asked for none. `prompt_logprobs[i]`: of the prompt tokens at positions
-    start + 1 to start + length of a row whose params ask for them (without the token sampled), else empty."""
+    start + 1 to start + length of a row whose params ask for them (without the token sampled), else empty.
+
+    `errors`: (row index, why) of rows that cannot go on though the device can, such as one whose guide outgrew its
+    limits: the tokens it may still have sampled before, in its entry, stand; its request ends with that error."""
 
     number: int
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprobs, ...], ...]
     busy_seconds: float  # time the device worked on this step
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    errors: tuple[tuple[int, str], ...] = ()
 
 
 class ModelRunner(Protocol):

@@ -4,9 +4,11 @@
 """
 
 import time
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
+
+from poolwright_engine.ngrams import NgramIndex
 
 
 class GuideKind(StrEnum):
@@ -97,9 +99,10 @@ class TokenLogprobs:
     rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """One step's news for one request, in order. `finish_reason` comes exactly once, with the last token or alone."""
+class TokenOutput(NamedTuple):
+    """One step's news for one request, in order. `finish_reason` comes exactly once, with the last token or alone.
+
+    A tuple, since one is made for every running sequence in every step."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -111,7 +114,7 @@ class TokenOutput:
 
 
 class SequenceState(StrEnum):
-    WAITING = "waiting"  # holds no memory
+    WAITING = "waiting"  # holds no blocks of the device; new, or preempted
     RUNNING = "running"  # holds blocks; prefilling or decoding
     REMOTE = "remote"  # its prompt is being computed on a prompt machine; holds granted blocks once asked for them
     PARKED = "parked"  # computed for another machine; its blocks wait to be sent
@@ -122,9 +125,14 @@ class SequenceState(StrEnum):
 class Sequence:
     """`num_computed` counts tokens whose KV is written or being written by a step in flight (it is advanced when the
     step is scheduled). `num_placeholders` counts output tokens sampled by steps in flight, ids still unknown.
+    `is_prefilling`: its prompt, or after a loss its prompt and the tokens already sent, is not all computed.
+
+    `block_ids` is only ever appended to; who loses its blocks gets another list (see `Row`).
 
     `for_peer`: a prompt computed for another machine. While that one has not granted the memory to send it to, it is
     `ungranted`, and all such prompts together hold no more than a stated share of the blocks.
+
+    The rest is the scheduler's: see there.
     """
 
     request: Request
@@ -133,10 +141,25 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_placeholders: int = 0
-    last_step: int = -1  # number of the last step that may write its blocks: the fence of a free
+    is_prefilling: bool = True
     slot: int = -1  # -1: no seat
     for_peer: bool = False
     ungranted: bool = False
+
+    serial: int = 0  # by order of arrival
+    limit: int = 0  # most tokens, prompt and output
+    stop_ids: frozenset[int] = frozenset()
+    plain_until: int = 0  # with fewer tokens computed, its next row is one token, and needs no memory
+    plain_outputs: int = 0  # with fewer output tokens, the next is one, and neither the first nor the last
+    seat_due: bool = False
+    num_preemptions: int = 0
+    host_block_ids: list[int] = field(default_factory=list)  # swapped out: its KV, instead of block_ids
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as asked for; see block_hash
+    num_published: int = 0  # blocks of it that others may find
+    num_cached: int | None = None  # prompt tokens found in the cache when it was first admitted
+    first_token_seconds: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    guesses: NgramIndex | None = None
 
     @property
     def request_id(self) -> str:
@@ -147,20 +170,20 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def num_known(self) -> int:
+        """Prompt and output tokens, without placeholders."""
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output tokens, placeholders included."""
-        return self.num_prompt + len(self.output_ids) + self.num_placeholders
+        return self.num_known + self.num_placeholders
 
     @property
     def max_tokens_total(self) -> int:
         return self.num_prompt + self.request.params.max_tokens
 
-    @property
-    def is_prefilling(self) -> bool:
-        """Its prompt, or after a lost hand-off its prompt and the tokens already sent, is not all computed."""
-        return self.num_computed < max(self.num_prompt, self.num_tokens - 1)
-
-    def token_ids(self, start: int, stop: int) -> Tokens[int]:
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Known ids of positions [start, stop); a placeholder is not included."""
         prompt = self.request.prompt_ids[start:stop]
         if stop <= self.num_prompt:

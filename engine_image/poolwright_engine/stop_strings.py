@@ -18,13 +18,15 @@ class StopStrings:
         self._include_in_output = include_in_output
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may be sent, and the stop string met. After a match, push nothing more."""
+    def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """Text that may be sent, and the stop string met. After a match, push nothing more. `may_end` False: a stop
+        string that ends in this text does not count."""
         if not self._stops:
             return text, None
-        held = self._held + text
-        found = [(held.find(stop) + len(stop), order) for order, stop in enumerate(self._stops) if stop in held]
-        if found:
+        old, held = len(self._held), self._held + text
+        ends = ((self._end_of(stop, held, old), order) for order, stop in enumerate(self._stops))
+        found = [(end, order) for end, order in ends if end]
+        if found and may_end:
             end, order = min(found)
             stop = self._stops[order]
             self._held = ""
@@ -32,6 +34,12 @@ class StopStrings:
         keep = max(_overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], None
+
+    @staticmethod
+    def _end_of(stop: str, held: str, old: int) -> int:
+        """Where it first ends, beyond the `old` characters that were searched before; 0: nowhere."""
+        at = held.find(stop, max(0, old - len(stop) + 1))
+        return at + len(stop) if at >= 0 else 0
 
     def flush(self) -> str:
         """What was held back for a stop string that never came."""

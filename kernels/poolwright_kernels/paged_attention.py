@@ -5,7 +5,7 @@ reference that a kernel must equal, and what the CPU engine runs. It reads only 
 block, so what an unused slot holds, NaN included, cannot reach the output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +38,22 @@ class _Decodes:
 @dataclass(frozen=True, slots=True)
 class _Tile:
     queries: slice
-    context: int
-    mask: Tensor | None  # (length, context) additive; None: plain causal square
+    keys: slice  # of the chunk's slots
+    mask: Tensor | None  # (queries, keys) additive; None: plain causal square
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    slots: Tensor  # (context,) int64
+    slots: Tensor  # (keys,) int64: of every key that a query of the chunk sees
     tiles: tuple[_Tile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the layers of one window see."""
+
+    decodes: tuple[_Decodes, ...]
+    chunks: tuple[_Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +61,50 @@ class AttentionPlan:
     """What all layers of one step share. Tokens of the batch are the rows' tokens, in row order."""
 
     write_slots: Tensor  # (tokens,) int64: where the step's own keys and values go
-    decodes: tuple[_Decodes, ...]
-    chunks: tuple[_Chunk, ...]
+    views: Mapping[int | None, _View]  # by window
 
 
-def plan_attention(rows: Sequence[AttentionRow], block_size: int, dtype: torch.dtype) -> AttentionPlan:
-    """dtype is that of the queries."""
-    singles: list[tuple[int, Tensor]] = []
-    chunks: list[_Chunk] = []
-    write_slots: list[Tensor] = []
-    first = 0
-    for row in rows:
-        slots = slots_of(row.block_ids, 0, row.start + row.length, block_size)
-        write_slots.append(slots[row.start :])
-        if row.length == 1:
-            singles.append((first, slots))
-        else:
-            chunks.append(_Chunk(slots, tuple(_tiles(first, row.start, row.length, dtype))))
-        first += row.length
+def plan_attention(
+    rows: Sequence[AttentionRow], block_size: int, dtype: torch.dtype, windows: Sequence[int | None] = (None,)
+) -> AttentionPlan:
+    """dtype is that of the queries; `windows` are those that layers will ask for."""
+    slots = [slots_of(row.block_ids, 0, row.start + row.length, block_size) for row in rows]
     return AttentionPlan(
-        write_slots=torch.cat(write_slots),
-        decodes=tuple(_decodes(group, dtype) for group in _alike(singles)),
-        chunks=tuple(chunks),
+        write_slots=torch.cat([of_row[row.start :] for row, of_row in zip(rows, slots, strict=True)]),
+        views={window: _view(rows, slots, dtype, window) for window in windows},
     )
 
 
-def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def _view(rows: Sequence[AttentionRow], slots: Sequence[Tensor], dtype: torch.dtype, window: int | None) -> _View:
+    singles: list[tuple[int, Tensor]] = []
+    chunks: list[_Chunk] = []
+    first = 0
+    for row, of_row in zip(rows, slots, strict=True):
+        seen = 0 if window is None else max(0, row.start + 1 - window)  # the first key that the first query sees
+        if row.length == 1:
+            singles.append((first, of_row[seen:]))
+        else:
+            chunks.append(_Chunk(of_row[seen:], tuple(_tiles(first, row.start, row.length, dtype, window))))
+        first += row.length
+    return _View(tuple(_decodes(group, dtype) for group in _alike(singles)), tuple(chunks))
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
     """Attention output of every token of the batch; the step's own keys and values must be in the cache already.
 
     query:                   (tokens, heads, head_size), any strides
     key_cache, value_cache:  (blocks, block_size, kv_heads, head_size), contiguous; heads is a multiple of kv_heads,
                              and query head h reads kv head h // (heads / kv_heads)
+    window:                  a query sees that many keys at most, itself included; one that the plan was made for
+    soft_cap:                scores become soft_cap · tanh(score / soft_cap)
     returns                  (tokens, heads, head_size), contiguous
     """
     tokens, heads, head_size = query.shape
@@ -93,43 +114,68 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan:
     grouped = query.unflatten(1, (kv_heads, group))
     output = query.new_empty(tokens, kv_heads, group, head_size)
 
-    for decodes in plan.decodes:
+    view = plan.views[window]
+    for decodes in view.decodes:
         # One query per sequence: the heads that share a kv head are its query rows, so keys are never repeated.
         shape = (-1, decodes.context, kv_heads, head_size)
         key = keys.index_select(0, decodes.slots).view(shape).transpose(1, 2)
         value = values.index_select(0, decodes.slots).view(shape).transpose(1, 2)
-        output[decodes.queries] = F.scaled_dot_product_attention(
-            grouped[decodes.queries], key, value, attn_mask=decodes.mask, scale=scale
-        )
+        output[decodes.queries] = _attend(grouped[decodes.queries], key, value, decodes.mask, scale, soft_cap)
 
-    for chunk in plan.chunks:
+    for chunk in view.chunks:
         # kv heads are the batch, and keys are expanded over the group without a copy.
         key = keys.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         value = values.index_select(0, chunk.slots).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         for tile in chunk.tiles:
-            attended = F.scaled_dot_product_attention(
+            attended = _attend(
                 grouped[tile.queries].permute(1, 2, 0, 3),
-                key[:, :, : tile.context],
-                value[:, :, : tile.context],
-                attn_mask=tile.mask,
+                key[:, :, tile.keys],
+                value[:, :, tile.keys],
+                tile.mask,
+                scale,
+                soft_cap,
                 is_causal=tile.mask is None,
-                scale=scale,
             )
             output[tile.queries] = attended.permute(2, 0, 1, 3)
     return output.flatten(1, 2)
 
 
-def _tiles(first: int, start: int, length: int, dtype: torch.dtype) -> list[_Tile]:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    is_causal: bool = False,
+) -> Tensor:
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
+    scores = soft_cap * torch.tanh((query @ key.transpose(-2, -1)).float() * (scale / soft_cap))
+    if is_causal:
+        mask = torch.full(scores.shape[-2:], -torch.inf).triu_(1)
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+def _tiles(first: int, start: int, length: int, dtype: torch.dtype, window: int | None) -> list[_Tile]:
+    """`first`: index of the row's first query in the batch; `start`: its position."""
     tiles = []
+    seen = 0 if window is None else max(0, start + 1 - window)
     for offset in range(0, length, _TILE_TOKENS):
         size = min(_TILE_TOKENS, length - offset)
         position = start + offset  # of the tile's first query
-        context = position + size
+        oldest = 0 if window is None else max(0, position + 1 - window)
+        keys = slice(oldest - seen, position + size - seen)
         mask = None
-        if position > 0:
-            mask = torch.zeros(size, context, dtype=dtype)
-            mask[:, position:].fill_(-torch.inf).triu_(1)
-        tiles.append(_Tile(slice(first + offset, first + offset + size), context, mask))
+        if position > 0 or (window is not None and size > window):
+            mask = torch.zeros(size, position + size - oldest, dtype=dtype)
+            mask[:, position - oldest :].fill_(-torch.inf).triu_(1)
+            if window is not None:
+                before = torch.ones_like(mask, dtype=torch.bool).tril_(position - oldest - window)
+                mask.masked_fill_(before, -torch.inf)
+        tiles.append(_Tile(slice(first + offset, first + offset + size), keys, mask))
     return tiles
 
 

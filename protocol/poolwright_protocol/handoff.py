@@ -24,7 +24,7 @@ import zlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self, get_args, get_origin
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 PREFIX_BYTES = 40
 MAX_HEADER_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20

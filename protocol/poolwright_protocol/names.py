@@ -31,6 +31,7 @@ ENV_POD_NAME = "POOLWRIGHT_POD_NAME"
 ENV_POOL = "POOLWRIGHT_POOL"
 ENV_POOL_NAMESPACE = "POOLWRIGHT_POOL_NAMESPACE"
 ENV_POOL_KEY = "POOLWRIGHT_POOL_KEY"  # 64 hex digits; see keys.pool_key
+ENV_API_KEY = "POOLWRIGHT_API_KEY"  # what clients of an engine that runs alone must bring
 ENV_ROOT_SECRET = "POOLWRIGHT_ROOT_SECRET"
 
 # Router → engine. A router drops these from what a client sends.

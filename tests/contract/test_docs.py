@@ -1,6 +1,7 @@
 """Documents that are generated are up to date, and what they tell a user to configure is accepted by its program."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import yaml
 from poolwright.api.conditions import ConditionType, reasons
 from poolwright.controller import names as child_names
 from poolwright.core.decision import Reason
+from poolwright_engine import cli as engine_cli
 from poolwright_protocol import names
 from support import required
 
@@ -22,10 +24,26 @@ def scrape_config() -> str:
     return str(snippet)
 
 
-def test_reference_is_what_the_crd_gives(tmp_path: Path) -> None:
+def test_references_are_what_the_crd_and_the_parser_give(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "scripts" / "reference.py"), str(tmp_path)], check=True)
-    generated = Path("docs/reference/resource.md")
-    assert (ROOT / generated).read_text() == (tmp_path / generated).read_text(), "run `make generate`"
+    for generated in ("docs/reference/resource.md", "docs/reference/engine-cli.md"):
+        assert (ROOT / generated).read_text() == (tmp_path / generated).read_text(), "run `make generate`"
+
+
+def test_commands_of_the_engines_how_to_are_accepted() -> None:
+    text = (ROOT / "docs" / "how-to" / "engine.md").read_text()
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
+    found = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"{engine_cli.PROGRAM} ")]
+    assert len(found) > 5
+    for words in found:
+        engine_cli._parsed(words)
+
+
+def test_options_that_the_engines_how_to_names_exist() -> None:
+    known = {flag for command in engine_cli.commands(engine_cli.make_parser()).values() for flag in command.flags()}
+    named = set(re.findall(r"`(--[a-z-]+)", (ROOT / "docs" / "how-to" / "engine.md").read_text()))
+    assert named
+    assert named <= known
 
 
 @pytest.mark.prometheus

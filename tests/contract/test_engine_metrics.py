@@ -90,6 +90,53 @@ async def test_a_request_is_counted_once_for_what_it_was(http: httpx.AsyncClient
     assert api.sample("vllm:e2e_request_latency_seconds_count") == 1
     assert api.sample("vllm:request_generation_tokens_sum") == 5
     assert api.sample("vllm:request_params_max_tokens_sum") == 5
+    assert api.sample("vllm:request_params_n_sum") == 1
+    assert api.sample("vllm:request_max_num_generation_tokens_sum") == 5
+    assert api.sample("vllm:request_num_preemptions_count") == 1
+
+
+async def test_choices_are_requests_of_their_own_but_one_in_what_was_asked(
+    http: httpx.AsyncClient, api: ApiServer
+) -> None:
+    asked = {"prompt": ["abc", "de"], "n": 3, "max_tokens": 5, "ignore_eos": True}
+    await http.post("/v1/completions", json=asked)
+    await api.until_idle()
+    assert api.sample("vllm:request_success_total", finished_reason="length") == 6
+    assert api.sample("vllm:request_params_n_count") == 2
+    assert api.sample("vllm:request_params_n_sum") == 6
+    assert api.sample("vllm:request_max_num_generation_tokens_sum") == 10
+
+
+async def test_tokens_found_in_the_cache_are_counted_apart(http: httpx.AsyncClient, api: ApiServer) -> None:
+    asked = {"prompt": "x" * 40, "max_tokens": 2, "ignore_eos": True}
+    for _ in range(2):
+        await http.post("/v1/completions", json=asked)
+        await api.until_idle()
+    assert api.sample("vllm:prefix_cache_queries_total") == 80
+    assert api.sample("vllm:prefix_cache_hits_total") == 32
+    assert api.sample("vllm:prompt_tokens_total") == 80
+    assert api.sample("vllm:prompt_tokens_cached_total") == 32
+    assert api.sample("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
+    assert api.sample("vllm:prompt_tokens_by_source_total", source="local_compute") == 48
+    assert api.sample("vllm:request_prefill_kv_computed_tokens_sum") == 48
+
+
+def test_preemptions_are_counted_by_what_became_of_the_memory() -> None:
+    metrics = EngineMetrics("m", "chat", "default", "uid-1")
+    metrics.preempted(swapped=True)
+    metrics.preempted(swapped=False)
+    metrics.swapped(5, out=True)
+    metrics.padded(7)
+    metrics.request_preemptions(2)
+    vllm = {"model_name": "m", "engine": "0"}
+    value = metrics.registry.get_sample_value
+    assert value("vllm:num_preemptions_total", vllm) == 2
+    assert value("vllm:request_num_preemptions_sum", vllm) == 2
+    ours = {"inference_pool": "chat", "inference_pool_namespace": "default", "machine_uid": "uid-1", "role": "mixed"}
+    assert value("poolwright_engine_preemptions_total", ours | {"way": "swap"}) == 1
+    assert value("poolwright_engine_preemptions_total", ours | {"way": "recompute"}) == 1
+    assert value("poolwright_engine_swapped_blocks_total", ours | {"direction": "out"}) == 5
+    assert value("poolwright_engine_padding_tokens_total", ours) == 7
 
 
 async def test_a_stop_string_is_a_success_not_an_abort(http: httpx.AsyncClient, api: ApiServer) -> None:

@@ -1,5 +1,7 @@
 """The engine as it is run: what its ports say from the first moment on, how it ends, and with which exit code."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from poolwright_protocol.roles import Role
 from poolwright_protocol.tickets import PromptMachine
 from support.api_server import events
 from support.engine_process import EngineProcess, start_engine
+from support.hub_server import serving_hub
 from support.tiny_llama import write_tiny_llama
 
 SMALL = ("--cpu-threads", "1", "--kv-cache-mebibytes", "8")
@@ -88,6 +91,64 @@ def test_sigterm_lets_a_stream_finish(model: Path) -> None:
             assert sum(line.startswith("data: ") for line in lines) == 60  # 59 more tokens, and the end
         ending.join()
         assert codes == [0]
+
+
+def test_a_second_signal_cuts_off_what_still_runs(model: Path) -> None:
+    slow = (*SMALL, "--cpu-duty-percent", "5")
+    with start_engine(model, name="tiny", options=slow) as engine:
+        engine.wait_ready()
+        asked = {**ASKED, "max_tokens": 400, "stream": True}
+        with httpx.stream("POST", f"{engine.url}/v1/completions", json=asked, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            engine.process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + 5
+            while httpx.get(f"{engine.url}/ready", timeout=5).status_code == 200:
+                assert time.monotonic() < deadline
+            engine.process.send_signal(signal.SIGTERM)
+            told = events("\n".join(lines).strip())
+        assert told[-1]["error"]["code"] == 503
+        assert engine.process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_model_may_have_several_names_and_a_key(model: Path) -> None:
+    """As vLLM: /v1 asks for the key, probes do not; answers carry the first name."""
+    options = (*SMALL, "--served-model-name", "first", "second", "--api-key", "sesame", "--seed", "3")
+    with start_engine(model, options=options) as engine:
+        engine.wait_ready()
+        asked = {**ASKED, "model": "second", "temperature": 1, "max_tokens": 16}
+        url, key = f"{engine.url}/v1/completions", {"authorization": "Bearer sesame"}
+        assert httpx.post(url, json=asked).status_code == 401
+        assert httpx.post(url, json=asked, headers={"authorization": "Bearer other"}).status_code == 401
+        answer = httpx.post(url, json=asked, headers=key)
+        assert (answer.status_code, answer.json()["model"]) == (200, "first")
+        names_listed = [card["id"] for card in httpx.get(f"{engine.url}/v1/models", headers=key).json()["data"]]
+        assert names_listed == ["first", "second"]
+        assert httpx.post(url, json={**asked, "model": "third"}, headers=key).status_code == 404
+        assert httpx.get(f"{engine.url}/metrics").status_code == 200
+
+
+def test_a_model_of_the_hub_is_fetched_while_the_port_answers(model: Path, tmp_path: Path) -> None:
+    with serving_hub({"org/tiny": model}) as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
+        command = [sys.executable, "-m", "poolwright_engine.cli"]
+        known = {**os.environ, **environment}
+        checked = subprocess.run(
+            [*command, "check", "org/tiny", *SMALL], env=known, capture_output=True, text=True, timeout=100
+        )
+        assert checked.returncode == 0, checked.stderr
+        assert "LlamaForCausalLM" in checked.stdout
+        assert "served as               org/tiny" in checked.stdout
+        refused = subprocess.run(
+            [*command, "serve", "org/none", "--port", "0", "--log-level", "error"],
+            env=known,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("poolwright-engine: --model: the Hub has no repository org/none")
+        assert refused.stderr.count("\n") == 1
 
 
 def test_a_broken_model_ends_the_process_with_one_line_that_names_it(tmp_path: Path) -> None:

@@ -1,120 +1,27 @@
 """Greedy output equals transformers' token for token in float32, however a prompt is cut, batched and paged."""
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
 
-from poolwright_engine.cpu_runner import CpuRunner
 from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.model import KVCache
-from poolwright_engine.runner import Row, Step
-from poolwright_engine.sequence import SamplingParams
-from poolwright_kernels.paged_attention import AttentionRow
-from poolwright_protocol.kv import blocks_for
+from support.gguf_writer import write_gguf
+from support.parity import (
+    TIE,
+    Expected,
+    ask_transformers,
+    assert_same_tokens,
+    forced_logits,
+    generate,
+    transformers_of_gguf,
+)
 from support.tiny_llama import write_tiny_llama
+from support.tiny_models import ARCHITECTURES, WINDOW, write_tiny_model
 
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-TIE = 1e-3  # transformers' own two best are closer than rounding differs between batch shapes
 CHUNKS = [1, 7, 16, 33, 64, 10_000]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What transformers makes of one prompt: its greedy tokens and the logits of every position of prompt + tokens."""
-
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    logits: Tensor
-
-
-def ask_transformers(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[Expected]:
-    answers = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            asked = torch.tensor([list(prompt)])
-            made = model.generate(
-                asked,
-                attention_mask=torch.ones_like(asked),
-                do_sample=False,
-                min_new_tokens=count,
-                max_new_tokens=count,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            logits = model(made).logits[0]
-            answers.append(Expected(tuple(prompt), tuple(made[0, len(prompt) :].tolist()), logits))
-    return answers
-
-
-def assert_same_tokens(found: Sequence[int], expected: Expected) -> None:
-    """Equal, or different only from a point on where transformers' two best tokens tie."""
-    for index, (ours, theirs) in enumerate(zip(found, expected.output_ids, strict=True)):
-        if ours != theirs:
-            best = expected.logits[len(expected.prompt_ids) + index - 1].topk(2).values
-            gap = float(best[0] - best[1])
-            assert gap < TIE, f"token {index} is {ours}, transformers' is {theirs} by {gap}"
-            return
-
-
-def generate(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], count: int, chunk: int, block_size: int
-) -> list[list[int]]:
-    """Sequence i starts i steps late, so steps mix chunks and decodes; block tables are interleaved."""
-    sizes = [blocks_for(len(prompt) + count, block_size) for prompt in prompts]
-    free = list(range(sum(sizes), 0, -1))
-    tables: list[list[int]] = [[] for _ in prompts]
-    while free:
-        for table, size in zip(tables, sizes, strict=True):
-            if len(table) < size:
-                table.append(free.pop())
-    runner = CpuRunner(
-        loaded.model, sum(sizes) + 1, block_size, max_num_seqs=len(prompts), cpu_threads=torch.get_num_threads()
-    )
-    outputs: list[list[int]] = [[] for _ in prompts]
-    done = [0] * len(prompts)
-    try:
-        number = 0
-        while any(len(output) < count for output in outputs):
-            rows, owners = [], []
-            for slot, prompt in enumerate(prompts):
-                if number < slot or len(outputs[slot]) == count:
-                    continue
-                start = done[slot]
-                if start < len(prompt):
-                    ids = tuple(prompt[start : start + chunk])
-                    last = start + len(ids) == len(prompt)
-                    rows.append(Row(slot, start, len(ids), ids, tuple(tables[slot]), last, GREEDY))
-                else:
-                    rows.append(Row(slot, start, 1, (), tuple(tables[slot]), True, GREEDY, use_last_sampled=True))
-                owners.append(slot)
-                done[slot] += rows[-1].length
-            result = runner.submit(Step(number, tuple(rows))).result()
-            for slot, token_ids in zip(owners, result.token_ids, strict=True):
-                outputs[slot].extend(token_ids)
-            number += 1
-    finally:
-        runner.close()
-    return outputs
-
-
-def forced_logits(loaded: LoadedModel, expected: Expected, chunk: int, block_size: int) -> Tensor:
-    """Logits of every position when prompt and output are fed in chunks."""
-    ids = expected.prompt_ids + expected.output_ids
-    blocks = tuple(range(blocks_for(len(ids), block_size), 0, -1))
-    cache = KVCache(loaded.config.kv_shape(loaded.model.dtype), len(blocks) + 1, block_size, loaded.model.dtype)
-    parts = []
-    for start in range(0, len(ids), chunk):
-        part = ids[start : start + chunk]
-        row = AttentionRow(start, len(part), blocks)
-        parts.append(loaded.model.forward(torch.tensor(part), [row], cache, range(len(part))))
-    return torch.cat(parts)
 
 
 # --- tiny checkpoints --------------------------------------------------------------------------------------------
@@ -126,7 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-CHECKPOINTS: dict[str, dict[str, Any]] = {
+LLAMAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one-head-per-kv-head": {"num_key_value_heads": 4},
     "one-kv-head": {"num_key_value_heads": 1},
@@ -148,14 +55,18 @@ TINY_PROMPTS = [
 TINY_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(scope="module", params=[*LLAMAS, *ARCHITECTURES])
 def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_torch_thread: None
 ) -> tuple[LoadedModel, list[Expected]]:
     from transformers import AutoModelForCausalLM
 
-    folder = write_tiny_llama(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param])
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param in LLAMAS:
+        write_tiny_llama(folder, **LLAMAS[request.param])
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    else:
+        theirs = write_tiny_model(folder, request.param)
     return load_model(folder), ask_transformers(theirs, TINY_PROMPTS, TINY_TOKENS)
 
 
@@ -177,6 +88,64 @@ def test_a_checkpoint_gives_transformers_tokens(
         assert_same_tokens(found, expected)
 
 
+IN_GGUF: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # by the name of the tiny model: GGUF's architecture, its own metadata, and what GGUF cannot say otherwise
+    "llama": ("llama", {}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "gemma2": (
+        "gemma2",
+        {
+            "gemma2.attention.sliding_window": WINDOW,
+            "gemma2.attn_logit_softcapping": 2.0,
+            "gemma2.final_logit_softcapping": 3.0,
+        },
+        {"query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            "gemma3.attention.sliding_window": WINDOW,
+            "gemma3.attention.sliding_window_pattern": [True, False, True, False],
+            "gemma3.rope.freq_base": 1_000_000.0,
+        },
+        {"query_pre_attn_scalar": 16},
+    ),
+    "gemma3-of-six-layers": (
+        "gemma3",
+        {
+            "gemma3.attention.sliding_window": WINDOW,
+            "gemma3.rope.freq_base": 1_000_000.0,
+            "gemma3.rope.scaling.type": "linear",
+            "gemma3.rope.scaling.factor": 8.0,
+        },
+        {
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 7,
+            "sliding_window_pattern": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_logits_of_a_gguf_file_are_transformers(tmp_path: Path, name: str) -> None:
+    """The weights are transformers', stored as llama.cpp's converter stores them."""
+    architecture, metadata, changes = IN_GGUF[name]
+    theirs = write_tiny_model(tmp_path / "folder", name.partition("-of-")[0], **changes)
+    tensors = load_file(tmp_path / "folder" / "model.safetensors")
+    config = theirs.config.to_dict()
+    path = write_gguf(tmp_path / "tiny.gguf", tensors, config, architecture=architecture, metadata=metadata)
+    loaded = load_model(path)
+    for expected in ask_transformers(theirs, TINY_PROMPTS[:2], 1):
+        assert (forced_logits(loaded, expected, 33, 16) - expected.logits).abs().max() < TIE
+
+
 # --- the real model ----------------------------------------------------------------------------------------------
 
 REAL_PROMPTS = [
@@ -190,21 +159,12 @@ REAL_TOKENS = 24
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> tuple[LoadedModel, list[Expected]]:
     """Loaded by both; transformers' copy is gone once it has answered."""
-    from transformers import AutoModelForCausalLM
-
     loaded = load_model(smollm2_path)
     prompts = [
         loaded.tokenizer.encode(loaded.tokenizer.render_chat([{"role": "user", "content": text}]), False)
         for text in REAL_PROMPTS
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        # transformers makes the same map once per module and reads the file twice: most of the time it takes to load.
-        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
-        theirs = AutoModelForCausalLM.from_pretrained(
-            str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
-        ).eval()
-    return loaded, ask_transformers(theirs, prompts, REAL_TOKENS)
+    return loaded, ask_transformers(transformers_of_gguf(smollm2_path), prompts, REAL_TOKENS)
 
 
 @pytest.mark.model

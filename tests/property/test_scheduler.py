@@ -1,7 +1,6 @@
-"""Whatever arrives, is aborted, handed over or lost, and however late steps are read: the books balance, the budget
-holds, nobody starves, and every token is what the request gets alone."""
+"""Whatever arrives, shares, is aborted, preempted, handed over or lost, and however late steps are read: the books
+balance after every step, the budget holds, nobody starves, and every token is what the request gets alone."""
 
-from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -9,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from poolwright_engine.blocks import BlockPool
-from poolwright_engine.scheduler import Scheduler, SchedulerConfig
-from poolwright_engine.sequence import Request, SamplingParams, Sequence, SequenceState
+from poolwright_engine.scheduler_config import Batching, PreemptionMode, SchedulingPolicy
+from poolwright_engine.sequence import Sequence, SequenceState
 from poolwright_protocol.kv import blocks_for
+from support.scheduler_bed import SchedulerBed, request
 from support.scripted_runner import ScriptedRunner, expected, next_token
 
-NUM_BLOCKS, BLOCK_SIZE, BUDGET, SEATS = 20, 4, 8, 4
+NUM_BLOCKS, BLOCK_SIZE, SEATS = 20, 4, 4
+BEGINNINGS = (list(range(1, 31)), [1, 2, 0] * 10)
 
 
 class Serving(RuleBasedStateMachine):
@@ -23,51 +23,113 @@ class Serving(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
         self.arrivals = 0
-        self.in_flight: deque[Any] = deque()
-        self.known: list[Sequence] = []
-        self.answers: dict[Sequence, list[int]] = {}
 
-    @initialize(share=st.sampled_from([0, 25, 100]), threshold=st.sampled_from([0, 3]))
-    def begin(self, share: int, threshold: int) -> None:
-        config = SchedulerConfig(
+    @initialize(
+        batching=st.sampled_from([Batching.SARATHI, *Batching]),
+        budget=st.sampled_from([8, 64]),
+        share=st.sampled_from([0, 25, 100]),
+        threshold=st.sampled_from([0, 3]),
+        policy=st.sampled_from(SchedulingPolicy),
+        cached=st.booleans(),
+        host=st.sampled_from([0, 6, 20]),
+        mode=st.sampled_from(PreemptionMode),
+        watermark=st.sampled_from([0.0, 0.2]),
+        guesses=st.sampled_from([0, 0, 3]),
+        limit=st.sampled_from([0, 2]),
+    )
+    def begin(
+        self,
+        batching: Batching,
+        budget: int,
+        share: int,
+        threshold: int,
+        policy: SchedulingPolicy,
+        cached: bool,
+        host: int,
+        mode: PreemptionMode,
+        watermark: float,
+        guesses: int,
+        limit: int,
+    ) -> None:
+        self.bed = SchedulerBed(
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            num_host_blocks=host,
             max_model_len=64,
-            block_size=BLOCK_SIZE,
-            max_num_batched_tokens=BUDGET,
+            max_num_batched_tokens=budget if batching.cuts_prompts else 64,
             max_num_seqs=SEATS,
+            batching=batching,
             ungranted_share_percent=share,
             long_prefill_token_threshold=threshold,
+            scheduling_policy=policy,
+            enable_prefix_caching=cached,
+            preemption=mode,
+            watermark=watermark,
+            speculative_ngram_tokens=guesses,
+            max_preemptions=limit,
+            static_window_seconds=2.0,
         )
-        self.it = Scheduler(config, BlockPool(NUM_BLOCKS), frozenset())
-        self.runner = ScriptedRunner(NUM_BLOCKS, BLOCK_SIZE)
+        self.it = self.bed.it
 
-    def enter(self, prompt: list[int], max_tokens: int, **kind: bool) -> Sequence:
+    def enter(self, prompt: list[int], max_tokens: int, **options: Any) -> Any:
         self.arrivals += 1
-        params = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
-        sequence = Sequence(Request(f"r{self.arrivals}", tuple(prompt), params, float(self.arrivals)), **kind)
-        self.known.append(sequence)
-        self.answers[sequence] = []
-        return sequence
+        return request(prompt, max_tokens, float(self.arrivals), **options)
 
-    prompts = st.lists(st.integers(1, 900), min_size=1, max_size=30)
+    prompts = st.builds(
+        lambda beginning, kept, rest: [*beginning[:kept], *rest],
+        st.sampled_from(BEGINNINGS),
+        st.integers(0, 28),
+        st.lists(st.integers(1, 900), min_size=1, max_size=3),
+    )
+    answers = st.integers(1, 20)
 
-    @rule(target=sequences, prompt=prompts, max_tokens=st.integers(1, 20))
-    def arrive(self, prompt: list[int], max_tokens: int) -> Sequence:
-        sequence = self.enter(prompt, max_tokens)
-        assert self.it.why_never(sequence.request) is None
-        self.it.add(sequence)
-        return sequence
+    @rule(
+        target=sequences,
+        prompt=prompts,
+        max_tokens=answers,
+        priority=st.integers(0, 2),
+        few=st.booleans(),
+        remembers=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        salt=st.sampled_from(["", "", "x"]),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        priority: int,
+        few: bool,
+        remembers: bool,
+        prompt_logprobs: int | None,
+        salt: str,
+    ) -> Sequence:
+        """`few`: of three tokens, so that guesses come true. `remembers`: its sampler knows what came before."""
+        return self.bed.add(
+            self.enter(
+                prompt,
+                max_tokens,
+                priority=priority,
+                cache_salt=salt,
+                top_k=3 if few else 0,
+                presence_penalty=0.5 if remembers else 0.0,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+
+    @rule(prompt=prompts, max_tokens=answers, choices=st.integers(2, 3))
+    def arrive_with_siblings(self, prompt: list[int], max_tokens: int, choices: int) -> None:
+        for choice in range(choices):
+            options = {"siblings": f"s{self.arrivals - choice}", "temperature": 1.0, "seed": choice}
+            self.bed.add(self.enter(prompt, max_tokens, **options))
 
     @rule(target=sequences, prompt=prompts)
     def arrive_for_a_peer(self, prompt: list[int]) -> Sequence:
-        sequence = self.enter(prompt, 1, for_peer=True)
-        self.it.add(sequence)
-        return sequence
+        return self.bed.add(self.enter(prompt, 1), for_peer=True)
 
-    @rule(target=sequences, prompt=prompts, max_tokens=st.integers(1, 20), asked=st.booleans())
+    @rule(target=sequences, prompt=prompts, max_tokens=answers, asked=st.booleans())
     def arrive_remote(self, prompt: list[int], max_tokens: int, asked: bool) -> Sequence:
-        sequence = self.enter(prompt, max_tokens)
+        sequence = self.bed.know(self.enter(prompt, max_tokens))
         sequence.state = SequenceState.REMOTE
         if asked:
             self.it.add(sequence)
@@ -76,17 +138,23 @@ class Serving(RuleBasedStateMachine):
     @rule(sequence=sequences)
     def first_token_comes(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.REMOTE and not sequence.output_ids:
-            self.hear(sequence, self.first_token(sequence))
+            token = next_token(sequence.request.prompt_ids, sequence.request.params, sequence.num_prompt)
+            self.bed.hear(sequence, self.it.accept(sequence, token))
 
     @rule(sequence=sequences)
     def kv_comes(self, sequence: Sequence) -> None:
         if sequence in self.it.granted and sequence.output_ids:
             peer = ScriptedRunner(NUM_BLOCKS, BLOCK_SIZE)
             blocks = list(range(1, 1 + blocks_for(sequence.num_prompt, BLOCK_SIZE)))
-            self.compute(peer, sequence, blocks)
+            alone = SchedulerBed(NUM_BLOCKS, BLOCK_SIZE, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=1)
+            alone.runner = peer
+            alone.add(sequence.request)
+            decision = alone.turn(depth=1)
+            assert decision.step is not None
+            assert list(decision.step.rows[0].table(BLOCK_SIZE)) == blocks
             layers, heads = range(peer.kv_shape.layers), range(peer.kv_shape.kv_heads)
             data = peer.read_blocks(layers, heads, blocks).result()
-            self.runner.write_blocks(layers, heads, sequence.block_ids[: len(blocks)], data)
+            self.bed.runner.write_blocks(layers, heads, sequence.block_ids[: len(blocks)], data)
             self.it.filled(sequence)
 
     @rule(sequence=sequences)
@@ -107,97 +175,82 @@ class Serving(RuleBasedStateMachine):
         if not sequence.for_peer:
             self.it.end(sequence)
 
-    @precondition(lambda self: len(self.in_flight) < 2)
-    @rule(bound=st.sampled_from([None, 1, 5]))
+    @rule()
+    def mass_abort(self) -> None:
+        for sequence in list(self.it.alive()):
+            self.it.release(sequence)
+
+    @rule(place=st.integers(0, 3))
+    def preempt(self, place: int) -> None:
+        victims = [s for s in self.it.running if not s.for_peer]
+        if victims:
+            self.bed.preempt(victims[place % len(victims)])
+
+    @precondition(lambda self: self.bed.in_flight < 2)
+    @rule(bound=st.sampled_from([None, None, 1, 5]))
     def step(self, bound: int | None = None) -> None:
+        config = self.it.config
         decoding = [
             s
             for s in self.it.running
-            if not s.is_prefilling and len(s.output_ids) + s.num_placeholders < s.request.params.max_tokens
+            if not s.is_prefilling
+            and s.num_tokens < min(s.max_tokens_total, config.max_model_len)
+            and not (config.speculative_ngram_tokens and s.num_placeholders)
         ]
-        decision = self.it.schedule(self.number, bound)
-        if decision.step is None:
-            assert not decoding
-            return
-        step = decision.step
-        assert step.num_tokens <= BUDGET
-        assert list(decision.computing[: len(decoding)]) == decoding  # decodes never wait for a prefill
-        prefill = sum(row.length for row in step.rows[len(decoding) :])
-        assert prefill <= (bound or BUDGET)
-        assert len({row.slot for row in step.rows}) == len(step.rows)
-        self.in_flight.append(self.runner.submit(step))
-        self.number += 1
+        decision = self.bed.step(max_prefill_tokens=bound)
+        rows = decision.step.rows if decision.step else ()
+        assert sum(row.length for row in rows) <= config.max_num_batched_tokens
+        if config.cuts_prompts:
+            assert decision.num_prefill_tokens <= (bound or config.max_num_batched_tokens)
+        if config.batching is Batching.SARATHI and not decision.preempted:
+            # No decode waits for a prefill; one may wait for memory that is on its way back.
+            missed = [s for s in decoding if s not in decision.computing]
+            assert all(s.num_computed + 1 > len(s.block_ids) * BLOCK_SIZE for s in missed)
+            assert [s for s in decision.computing if s in decoding] == list(
+                decision.computing[: len(decoding) - len(missed)]
+            )
 
-    @precondition(lambda self: self.in_flight)
+    @precondition(lambda self: self.bed.in_flight)
     @rule()
     def read(self) -> None:
-        for sequence, output in self.it.update(self.in_flight.popleft().result()):
-            self.answers[sequence].extend(output.token_ids)
+        self.bed.read()
+
+    @rule(count=st.integers(2, 12))
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            self.bed.turn()
 
     @invariant()
     def books_balance(self) -> None:
-        pool = self.it.blocks
-        assert pool.num_free + pool.num_owned + pool.num_fenced == pool.total
-        owned = Counter(block for sequence in self.known for block in sequence.block_ids)
-        assert pool.num_owned == len(owned)
-        assert all(count == 1 for count in owned.values())
-
-    @invariant()
-    def nobody_is_in_two_queues(self) -> None:
-        queued = Counter(self.it.alive())
-        assert all(count == 1 for count in queued.values())
-        for sequence in queued:
-            assert sequence.state is not SequenceState.FINISHED
-
-    @invariant()
-    def only_who_computes_or_waits_for_kv_has_memory(self) -> None:
-        for sequence in self.it.waiting:
-            assert not sequence.block_ids
+        if hasattr(self, "bed"):
+            self.bed.check()
 
     @invariant()
     def answers_are_what_each_gets_alone(self) -> None:
-        for sequence, answer in self.answers.items():
-            assert answer == expected(sequence.request)[: len(answer)]
+        if hasattr(self, "bed"):
+            self.bed.check_answers(complete=False)
 
     def teardown(self) -> None:
         """From any state, everybody who is still wanted comes to an end, and every block comes home."""
-        if not hasattr(self, "it"):
+        if not hasattr(self, "bed"):
             return
-        unreachable = [s for s in self.known if s.state is SequenceState.REMOTE]
-        for sequence in unreachable:
-            self.it.compute_here(sequence)
-        for _ in range(2000):
+        for sequence in self.bed.known:
+            if sequence.state is SequenceState.REMOTE:
+                self.it.compute_here(sequence)
+        for _ in range(4000):
             for sequence in list(self.it.parked):
                 self.it.release(sequence)
-            if not list(self.it.alive()) and not self.in_flight:
+            if not list(self.it.alive()) and not self.bed.in_flight:
                 break
-            if len(self.in_flight) < 2:
-                self.step()
-            if self.in_flight:
-                self.read()
-        assert not list(self.it.alive())
-        assert self.it.blocks.num_free == self.it.blocks.total
+            decision = self.bed.turn()
+            if decision.wake_seconds is not None:
+                self.bed.number = max(self.bed.number, int(decision.wake_seconds) + 1)
+        self.bed.check_empty()
         self.answers_are_what_each_gets_alone()
-
-    def hear(self, sequence: Sequence, token: int) -> None:
-        self.answers[sequence].extend(self.it.accept(sequence, token).token_ids)
-
-    def first_token(self, sequence: Sequence) -> int:
-        return next_token(sequence.request.prompt_ids, sequence.request.params, sequence.num_prompt)
-
-    def compute(self, runner: ScriptedRunner, sequence: Sequence, blocks: list[int]) -> None:
-        """The whole prompt in one step, on another machine."""
-        config = SchedulerConfig(max_model_len=64, block_size=BLOCK_SIZE, max_num_batched_tokens=64, max_num_seqs=1)
-        alone = Scheduler(config, BlockPool(NUM_BLOCKS), frozenset())
-        alone.add(Sequence(sequence.request))
-        decision = alone.schedule(0)
-        assert decision.step is not None
-        assert list(decision.step.rows[0].block_ids) == blocks
-        runner.submit(decision.step).result()
 
 
 TestServing = pytest.mark.timeout(300)(Serving.TestCase)
-TestServing.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestServing.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 @settings(max_examples=40, deadline=None)
@@ -207,27 +260,21 @@ TestServing.settings = settings(max_examples=30, stateful_step_count=40, deadlin
     block_size=st.integers(1, 20),
     bound=st.one_of(st.none(), st.integers(1, 10)),
     ahead=st.integers(1, 3),
+    batching=st.sampled_from([Batching.SARATHI, Batching.VLLM]),
 )
-def test_tokens_do_not_depend_on_budget_block_size_bound_or_depth(
-    prompts: list[list[int]], budget: int, block_size: int, bound: int | None, ahead: int
+def test_tokens_do_not_depend_on_budget_block_size_bound_depth_or_strategy(
+    prompts: list[list[int]], budget: int, block_size: int, bound: int | None, ahead: int, batching: Batching
 ) -> None:
-    num_blocks = 2 + 120 // block_size
-    config = SchedulerConfig(max_model_len=64, block_size=block_size, max_num_batched_tokens=budget, max_num_seqs=4)
-    it, runner = Scheduler(config, BlockPool(num_blocks), frozenset()), ScriptedRunner(num_blocks, block_size)
-    asked = [
-        Request(f"r{i}", tuple(p), SamplingParams(6, seed=i, ignore_eos=True), float(i)) for i, p in enumerate(prompts)
-    ]
-    sequences = [Sequence(one) for one in asked]
-    for sequence in sequences:
-        it.add(sequence)
-    in_flight: deque[Any] = deque()
-    for number in range(1000):
-        decision = it.schedule(number, bound)
-        if decision.step is not None:
-            in_flight.append(runner.submit(decision.step))
-        if in_flight and (decision.step is None or len(in_flight) >= ahead):
-            it.update(in_flight.popleft().result())
-        if not in_flight and not list(it.alive()):
-            break
-    assert [sequence.output_ids for sequence in sequences] == [expected(one) for one in asked]
-    assert it.blocks.num_free == it.blocks.total
+    bed = SchedulerBed(
+        2 + 120 // block_size,
+        block_size,
+        max_model_len=64,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+        batching=batching,
+    )
+    for number, prompt in enumerate(prompts):
+        bed.add(request(prompt, 6, float(number), temperature=1.0, seed=number))
+    bed.run(depth=ahead, max_prefill_tokens=bound)
+    bed.check_answers()
+    assert [bed.answers[s] for s in bed.known] == [expected(s.request) for s in bed.known]

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from poolwright_engine.cpu_runner import CpuRunner
 from poolwright_engine.engine import Engine
+from poolwright_engine.guide import Guides
 from poolwright_engine.loader import LoadedModel, load_model
 from poolwright_engine.loop import EngineLoop, Identity, LoopConfig
 from poolwright_engine.metrics import EngineMetrics
@@ -96,21 +97,34 @@ async def serving(service: Service) -> AsyncIterator[ApiServer]:
 
 @asynccontextmanager
 async def serving_model(
-    loaded: LoadedModel, runner: ModelRunner | None = None, max_model_len: int = 256
+    loaded: LoadedModel, runner: ModelRunner | None = None, max_model_len: int = 256, max_waiting: int = 1024
 ) -> AsyncIterator[ApiServer]:
     """The API over the real loop. `runner` given: that one steps instead of the model."""
     service = new_service()
+    tokenizer = loaded.tokenizer
+    guides = Guides(tokenizer, loaded.config.vocab_size)
     engine = EngineLoop(
-        runner or CpuRunner(loaded.model, num_blocks=65, block_size=16, max_num_seqs=16, cpu_threads=1),
-        config=LoopConfig(max_model_len=max_model_len, max_num_batched_tokens=64, max_num_seqs=16),
+        runner
+        or CpuRunner(
+            loaded.model,
+            num_blocks=65,
+            block_size=16,
+            max_num_seqs=16,
+            cpu_threads=1,
+            eos_token_ids=tokenizer.eos_ids,
+            guides=guides,
+        ),
+        config=LoopConfig(
+            max_model_len=max_model_len, max_num_batched_tokens=64, max_num_seqs=16, max_waiting=max_waiting
+        ),
         identity=Identity(pod_uid=MACHINE_UID),
-        eos_token_ids=loaded.tokenizer.eos_ids,
+        eos_token_ids=tokenizer.eos_ids,
         observer=service.metrics,
     )
     await engine.start()
     service.metrics.attach(engine.stats, engine.role_state, {"block_size": "16"})
     vocab_size = engine.runner.vocab_size
-    service.served = Served(engine, loaded.tokenizer, vocab_size, max_chars_per_token=8)
+    service.served = Served(engine, tokenizer, vocab_size, max_chars_per_token=8, guides=guides)
     service.ready = True
     try:
         async with serving(service) as api:
@@ -124,8 +138,8 @@ def tiny_model(folder: Path) -> LoadedModel:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Parsed events of a stream that ended as it should."""
-    lines = [line for line in text.split("\n\n") if line]
+    """Parsed events of a stream that ended as it should; comments are skipped, as parsers do."""
+    lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

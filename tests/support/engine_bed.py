@@ -34,6 +34,12 @@ class Recorder(Observer):
     sent_bytes: int = 0
     received_bytes: int = 0
     failures: list[tuple[str, str]] = field(default_factory=list)
+    cached_tokens: int = 0
+    lookups: list[tuple[int, int]] = field(default_factory=list)
+    preemptions: list[bool] = field(default_factory=list)  # whether swapped
+    preemptions_of_requests: list[int] = field(default_factory=list)
+    swapped_blocks: list[int] = field(default_factory=lambda: [0, 0])  # in, out
+    padded_tokens: int = 0
 
     def step(self, num_tokens: int, num_prefill_tokens: int, busy_seconds: float) -> None:
         self.step_tokens.append(num_tokens)
@@ -41,7 +47,8 @@ class Recorder(Observer):
     def first_token(self, ttft_seconds: float, prefill_seconds: float) -> None:
         self.first_tokens += 1
 
-    def prompt_tokens(self, count: int, transferred: bool) -> None:
+    def prompt_tokens(self, count: int, transferred: bool, cached: int = 0) -> None:
+        self.cached_tokens += cached
         self.transferred_tokens += count * transferred
 
     def generation_tokens(self, count: int) -> None:
@@ -51,6 +58,21 @@ class Recorder(Observer):
         self, reason: FinishReason, prompt_tokens: int, generation_tokens: int, max_tokens: int, *seconds: float
     ) -> None:
         self.finishes.append((reason, prompt_tokens, generation_tokens))
+
+    def prefix_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
+        self.lookups.append((queried_tokens, hit_tokens))
+
+    def preempted(self, swapped: bool) -> None:
+        self.preemptions.append(swapped)
+
+    def request_preemptions(self, count: int) -> None:
+        self.preemptions_of_requests.append(count)
+
+    def swapped(self, num_blocks: int, out: bool) -> None:
+        self.swapped_blocks[out] += num_blocks
+
+    def padded(self, num_tokens: int) -> None:
+        self.padded_tokens += num_tokens
 
     def refused(self, reason: str) -> None:
         self.refusals.append(reason)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from poolwright_engine.runner import Row, Step, StepResult
-from poolwright_engine.sequence import Request, SamplingParams
+from poolwright_engine.sequence import Request, SamplingParams, TokenLogprobs
 from poolwright_protocol.kv import KVShape
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _UNWRITTEN = -1
 def next_token(history: Iterable[object], params: SamplingParams, position: int) -> int:
     seed = params.seed if params.temperature > 0 else 0
     digest = hashlib.blake2b(f"{list(history)} {seed} {position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % VOCAB_SIZE
+    return int.from_bytes(digest, "big") % (params.top_k or VOCAB_SIZE)  # of few tokens, a guess may come true
 
 
 def expected(request: Request, max_model_len: int = 10_000, eos: int = EOS) -> list[int]:
@@ -46,6 +46,11 @@ def expected(request: Request, max_model_len: int = 10_000, eos: int = EOS) -> l
         if (token == eos and not params.ignore_eos) or token in params.stop_token_ids:
             break
     return output
+
+
+def prompt_logprob(token: int | None, position: int) -> TokenLogprobs:
+    """What is said of a prompt's token: enough to tell it from any other."""
+    return TokenLogprobs(-1 if token is None else token, -float(position))
 
 
 class _Lazy:
@@ -84,6 +89,7 @@ class ScriptedRunner:
         self._cache = np.full(shape, _UNWRITTEN, dtype=np.int32)
         self._host = np.full((2, SHAPE.layers, num_host_blocks, *shape[3:]), _UNWRITTEN, dtype=np.int32)
         self._last_sampled: dict[int, int] = {}
+        self._seats: dict[int, list[object]] = {}  # what a sampler with a memory would know
         self._queue: deque[_Lazy] = deque()
         self._lock = threading.Lock()
 
@@ -159,27 +165,46 @@ class ScriptedRunner:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         tokens = tuple(self._run_row(row) for row in step.rows)
-        return StepResult(step.number, tokens, ((),) * len(tokens), self.step_seconds)
+        prompt_logprobs = tuple(self._prompt_logprobs(row) for row in step.rows)
+        return StepResult(step.number, tokens, ((),) * len(tokens), self.step_seconds, prompt_logprobs)
 
     def _run_row(self, row: Row) -> tuple[int, ...]:
         token_ids = (self._last_sampled[row.slot],) if row.use_last_sampled else row.token_ids
         if len(token_ids) != row.length or row.length < 1:
             raise ValueError(f"{len(token_ids)} ids for a row of {row.length}")
-        if len(row.block_ids) * self.block_size < row.start + row.length or 0 in row.block_ids:
+        table = row.table(self.block_size)
+        if len(table) * self.block_size < row.start + row.length or 0 in table:
             raise ValueError("the block table is too short, or holds the null block")
+        if row.seat is not None:
+            self._seats[row.slot] = [*row.seat.prompt_ids, *row.seat.output_ids]
         layers, heads = np.arange(SHAPE.layers)[:, None], np.arange(SHAPE.kv_heads)[None, :]
         for position, token in enumerate(token_ids, row.start):
-            block, offset = row.block_ids[position // self.block_size], position % self.block_size
+            block, offset = table[position // self.block_size], position % self.block_size
             # K says which token it is, V where it stands; both differ from layer to layer and head to head.
             self._cache[0, :, block, offset, :, 0] = token * 31 + layers * 7 + heads
             self._cache[1, :, block, offset, :, 0] = position * 31 + layers * 7 + heads
         if not row.samples:
             return ()
-        length = row.start + row.length
-        history = self._cache[:, :, list(row.block_ids)].reshape(2, SHAPE.layers, -1, SHAPE.kv_heads)[:, :, :length]
-        sampled = next_token(self._decode(history), row.params, length)
-        self._last_sampled[row.slot] = sampled
-        return (sampled,)
+        sampled: list[int] = []
+        for guess in (*token_ids[row.length - row.num_draft :], None):
+            length = row.start + row.length - row.num_draft + len(sampled)
+            history = self._cache[:, :, list(table)].reshape(2, SHAPE.layers, -1, SHAPE.kv_heads)[:, :, :length]
+            read = self._decode(history)
+            if row.params.needs_history and read != self._seats.get(row.slot):
+                read = ["the seat remembers something else"]
+            sampled.append(next_token(read, row.params, length))
+            if row.params.needs_history:
+                self._seats[row.slot].append(sampled[-1])
+            if sampled[-1] != guess:
+                break
+        self._last_sampled[row.slot] = sampled[-1]
+        return tuple(sampled)
+
+    def _prompt_logprobs(self, row: Row) -> tuple[TokenLogprobs, ...]:
+        if row.params.prompt_logprobs is None or row.use_last_sampled:
+            return ()
+        ids = row.token_ids[1:] if row.samples else (*row.token_ids[1:], row.next_token_id)
+        return tuple(prompt_logprob(token, position) for position, token in enumerate(ids, row.start + 1))
 
     def _decode(self, history: Any) -> list[object]:
         """Token ids, where every layer and head agree on token and position; otherwise what was found there."""

@@ -1,17 +1,26 @@
-"""Options that cannot work are refused by name, in one line, before anything is loaded."""
-
-from pathlib import Path
+"""Options that cannot work are refused by name, in one line, before anything is loaded; the rest comes to a plan."""
 
 import pytest
 
-from poolwright_engine.cli import main
-from poolwright_engine.config import ConfigError, EngineConfig, from_environment
+from poolwright_engine.config import (
+    BATCH_DEFAULTS,
+    TILE_TOKENS,
+    ConfigError,
+    Device,
+    EngineConfig,
+    Plan,
+    Usage,
+    dtype_on,
+    from_environment,
+    plan,
+)
+from poolwright_engine.scheduler_config import Batching, PreemptionMode, TokenBudget
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
 
 
 def config(**changes: object) -> EngineConfig:
-    return EngineConfig(model=Path("model.gguf"), served_model_name="m", **changes)  # type: ignore[arg-type]
+    return EngineConfig(**{"model": "model.gguf", "served_model_names": ("m",), **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -31,20 +40,31 @@ def config(**changes: object) -> EngineConfig:
         ({"cpu_threads": 0}, "--cpu-threads"),
         ({"dtype": "int4"}, "--dtype"),
         ({"shutdown_timeout_seconds": -1.0}, "--shutdown-timeout"),
-        ({"enable_chunked_prefill": False, "max_model_len": 4096}, "--no-enable-chunked-prefill"),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 4096, "max_num_batched_tokens": 2048},
+            r"--no-enable-chunked-prefill needs --max-num-batched-tokens \(2048\)",
+        ),
+        ({"served_model_names": ("m", "")}, "--served-model-name"),
+        ({"api_keys": ("",)}, "--api-key"),
+        ({"quantization": "fp8"}, "--quantization: 'fp8' is not supported; expected one of none, int8, int4"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
+        ({"swap_space_gibibytes": -1.0}, "--swap-space"),
+        ({"watermark": 1.0}, "--watermark"),
+        ({"num_speculative_tokens": -1}, "--num-speculative-tokens"),
+        ({"stall_seconds": 60.0, "stall_exit_seconds": 30.0}, "--stall-seconds"),
+        ({"token_budget": TokenBudget.AUTO}, "needs --tbt-target-ms"),
+        (
+            {"token_budget": TokenBudget.AUTO, "tbt_target_milliseconds": 50.0, "enable_chunked_prefill": False},
+            "auto needs chunked prefill",
+        ),
+        ({"batching": Batching.ORCA, "enable_chunked_prefill": True}, "--batching orca computes prompts whole"),
+        ({"tbt_target_milliseconds": 0.0}, "--tbt-target-ms"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as refusal:
         config(**changes)
     assert "\n" not in str(refusal.value)
-
-
-def test_without_chunking_a_step_must_hold_the_longest_prompt() -> None:
-    whole = config(enable_chunked_prefill=False)
-    whole.check_model_len(2048)
-    with pytest.raises(ConfigError, match=r"2048.*4096"):
-        whole.check_model_len(4096)
 
 
 def test_ports_of_zero_may_repeat() -> None:
@@ -67,6 +87,7 @@ def test_the_environment_says_who_and_where_the_machine_is() -> None:
             names.ENV_POOL: "chat",
             names.ENV_POOL_NAMESPACE: "default",
             names.ENV_POOL_KEY: "ab" * 32,
+            names.ENV_API_KEY: "sesame",
         }
     )
     assert config(**found) == config(
@@ -77,6 +98,7 @@ def test_the_environment_says_who_and_where_the_machine_is() -> None:
         pool="chat",
         pool_namespace="default",
         pool_key=bytes.fromhex("ab" * 32),
+        api_keys=("sesame",),
     )
 
 
@@ -103,32 +125,115 @@ def test_a_bad_variable_is_refused_by_name(name: str, value: str) -> None:
         from_environment({name: value})
 
 
-def test_the_pool_key_is_not_printed() -> None:
-    assert "abab" not in repr(config(pool_key=bytes.fromhex("ab" * 32)))
+def test_keys_are_not_printed() -> None:
+    printed = repr(config(pool_key=bytes.fromhex("ab" * 32), api_keys=("sesame",)))
+    assert "abab" not in printed
+    assert "sesame" not in printed
 
 
-def test_a_path_that_does_not_exist_is_one_line_and_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--model", "/no/such/model.gguf"]) == 2
-    printed = capfd.readouterr()
-    assert printed.err == "poolwright-engine: --model: model path /no/such/model.gguf does not exist\n"
-    assert printed.out == ""
+# --- the plan ----------------------------------------------------------------------------------------------------
+
+CPU = Device("cpu")
+GIB = 2**30
 
 
-def test_an_unknown_option_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--model", "m", "--enable-lora"])
-    assert ended.value.code == 2
-    assert "--enable-lora" in capfd.readouterr().err
+def planned(max_model_len: int = 4096, device: Device = CPU, can_chunk: bool = True, **changes: object) -> Plan:
+    return plan(config(**changes), device, max_model_len, can_chunk)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"]])
-def test_help_explains_every_option(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 0
-    assert "usage: poolwright-engine" in capfd.readouterr().out
+@pytest.mark.parametrize(
+    ("device", "usage", "budget", "seats"),
+    [
+        (CPU, Usage.SERVER, 2048, 128),
+        (CPU, Usage.OFFLINE, 4096, 256),
+        (Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * GIB), Usage.SERVER, 2048, 256),
+        (Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * GIB), Usage.OFFLINE, 8192, 256),
+        (Device("cuda", "NVIDIA L4", 24 * GIB), Usage.SERVER, 2048, 256),
+        (Device("cuda", "NVIDIA H100 80GB HBM3", 80 * GIB), Usage.SERVER, 8192, 1024),
+        (Device("cuda", "NVIDIA H200", 141 * GIB), Usage.OFFLINE, 16384, 1024),
+        (Device("cuda", "NVIDIA B200", 180 * GIB), Usage.SERVER, 16384, 1024),
+    ],
+)
+def test_defaults_follow_device_and_usage(device: Device, usage: Usage, budget: int, seats: int) -> None:
+    made = planned(device=device, usage=usage)
+    assert (made.max_num_batched_tokens, made.max_num_seqs) == (budget, seats)
+    assert made.warnings == ()
 
 
-def test_version_prints_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert capfd.readouterr().out.strip()
+def test_every_device_has_its_row() -> None:
+    rows = {Device("cpu").row} | {Device("cuda", "", size * GIB).row for size in (8, 80, 200)}
+    assert rows == set(BATCH_DEFAULTS)
+
+
+def test_a_small_budget_brings_fewer_seats_and_many_seats_a_larger_budget() -> None:
+    assert planned(max_num_batched_tokens=64).max_num_seqs == 64
+    assert planned(max_num_seqs=5000).max_num_batched_tokens == 5000
+
+
+def test_no_more_tokens_than_all_seats_can_fill() -> None:
+    assert planned(max_model_len=8, max_num_seqs=4).max_num_batched_tokens == 32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enable_chunked_prefill": False},
+        {"batching": Batching.ORCA},
+        {"batching": Batching.STATIC},
+        {"can_chunk": False},
+    ],
+    ids=str,
+)
+def test_whole_prompts_need_a_step_that_holds_the_longest(changes: dict[str, object]) -> None:
+    made = planned(max_model_len=8192, **changes)  # type: ignore[arg-type]
+    assert (made.chunked_prefill, made.max_num_batched_tokens) == (False, 8192)
+    with pytest.raises(ConfigError, match=r"4096.*8192.*could never be scheduled"):
+        planned(max_model_len=8192, max_num_batched_tokens=4096, **changes)  # type: ignore[arg-type]
+
+
+def test_an_architecture_that_cannot_chunk_says_that_it_does_not() -> None:
+    made = planned(can_chunk=False, enable_chunked_prefill=True)
+    assert not made.chunked_prefill
+    assert "--enable-chunked-prefill: this architecture needs prompts whole" in made.warnings[0]
+
+
+def test_serving_cuts_prompts_and_offline_does_not_unless_they_are_very_long() -> None:
+    assert planned().chunked_prefill
+    assert not planned(usage=Usage.OFFLINE).chunked_prefill
+    assert planned(usage=Usage.OFFLINE, enable_chunked_prefill=True).chunked_prefill
+    assert planned(131072, usage=Usage.OFFLINE).chunked_prefill
+    assert planned(131072, usage=Usage.OFFLINE).max_num_batched_tokens == 4096
+    assert planned(8192, usage=Usage.OFFLINE, max_num_batched_tokens=512).chunked_prefill
+
+
+def test_a_budget_that_leaves_a_tile_half_empty_is_warned_of() -> None:
+    warnings = planned(max_num_batched_tokens=TILE_TOKENS * 4 + 1).warnings
+    assert f"no multiple of the tile of {TILE_TOKENS} tokens" in warnings[0]
+    assert planned(max_num_batched_tokens=TILE_TOKENS * 4).warnings == ()
+
+
+def test_what_vllm_warns_of_is_warned_of_and_what_it_refuses_is_refused() -> None:
+    assert "can fill" in planned(max_model_len=64, max_num_batched_tokens=1024, max_num_seqs=4).warnings[0]
+    with pytest.raises(ConfigError, match=r"--long-prefill-token-threshold \(5000\)"):
+        planned(long_prefill_token_threshold=5000)
+    assert "no meaning on a CPU" in planned(gpu_memory_utilization=0.9).warnings[0]
+    assert planned(gpu_memory_utilization=0.9, device=Device("cuda", "", 80 * GIB)).warnings == ()
+
+
+def test_host_memory_is_taken_where_it_is_other_memory() -> None:
+    assert planned().swap_space_bytes == 0
+    assert planned(device=Device("cuda", "", 80 * GIB)).swap_space_bytes == 4 * GIB
+    assert planned(device=Device("cuda"), preemption_mode=PreemptionMode.RECOMPUTE).swap_space_bytes == 0
+    assert planned(preemption_mode=PreemptionMode.SWAP).swap_space_bytes == 4 * GIB
+    assert planned(swap_space_gibibytes=0.5).swap_space_bytes == GIB // 2
+    assert "recomputed" in planned(preemption_mode=PreemptionMode.SWAP, swap_space_gibibytes=0.0).warnings[0]
+
+
+def test_precision_follows_the_device() -> None:
+    gpu = Device("cuda", "", 80 * GIB)
+    assert dtype_on(config(), CPU, "bfloat16") == "float32"
+    assert dtype_on(config(), gpu, "float16") == "float16"
+    assert dtype_on(config(), gpu, "float32") == "bfloat16"
+    assert dtype_on(config(dtype="bfloat16"), CPU, "float32") == "bfloat16"
+    with pytest.raises(ConfigError, match="--dtype: float16 is not supported on a CPU"):
+        dtype_on(config(dtype="float16"), CPU, "float32")

@@ -1,15 +1,17 @@
 """A prompt computed on one machine and decoded on another: the tokens of one machine alone, whatever goes wrong."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from poolwright_engine.handoff import parts
-from poolwright_engine.sequence import FinishReason, Request
+from poolwright_engine.handoff import _first_token_params, parts
+from poolwright_engine.sequence import FinishReason, Guide, GuideKind, Request, SamplingParams
 from poolwright_protocol import handoff as wire
 from poolwright_protocol.kv import KVShape
 from poolwright_protocol.roles import Role, RolePut
@@ -111,7 +113,7 @@ async def test_a_token_machine_without_memory_grants_later_and_streams_the_first
 async def test_a_prompt_machine_gives_up_what_is_never_granted() -> None:
     slow = ScriptedRunner(24, 4, step_seconds=0.02)
     async with pair({"handoff": {"hold_seconds": 0.1}}, {"runner": slow}) as (p, t):
-        local = request(range(1, 20), 70)
+        local = request(range(1, 60), 33)  # leaves no room for the other
         running = asyncio.create_task(tokens(t.engine, local))
         await until(lambda: t.seen.first_tokens == 1)
         asked = request(PROMPT, 20, p.ticket())
@@ -426,3 +428,27 @@ def test_parts_cover_every_layer_and_block_once(limit: int) -> None:
     shape, blocks = KVShape(layers=5, kv_heads=2, head_size=4, dtype_bytes=2), range(3, 20)
     cells = [(x, y) for layers, some in parts(shape, 16, blocks, limit) for x in layers for y in some]
     assert sorted(cells) == [(x, y) for x in range(5) for y in blocks]
+
+
+def test_all_that_shapes_the_first_token_travels() -> None:
+    params = SamplingParams(
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=3,
+        stop_token_ids=(4, 5),
+        ignore_eos=True,
+        min_tokens=2,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias=((8, -100.0),),
+        guide=Guide(GuideKind.REGEX, "[a-z]+"),
+        logprobs=3,
+    )
+    told = _first_token_params(json.loads(json.dumps(asdict(params))))
+    assert told == replace(params, max_tokens=1)
+    with pytest.raises(wire.HandoffError, match="sampling"):
+        _first_token_params({**asdict(params), "guide": {"kind": "magic", "text": ""}})

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from poolwright_engine.loader import LoadError, load_model
-from poolwright_engine.model import KVCache
+from poolwright_engine.model import KVCache, Linear
 from poolwright_kernels.paged_attention import AttentionRow
+from support.gguf_writer import write_gguf
 from support.tiny_llama import CONFIG, random_weights, write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -80,7 +81,7 @@ def test_a_half_precision_file_is_read_in_either_dtype(tiny: Path, broken: Path)
 
 def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
     weights = load_model(write_tiny_llama(tmp_path, tie_word_embeddings=True)).model.weights
-    assert weights.lm_head.weight is weights.embedding
+    assert weights.lm_head.memory()[0] == weights.embedding.data_ptr()
 
 
 UNSUPPORTED = {
@@ -130,12 +131,68 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> 
     assert "the tokenizer has 257 ids, the model 200" in refusal(write_tiny_llama(tmp_path, vocab_size=200))
 
 
+def test_added_tokens_beyond_the_vocabulary_of_a_text_model_are_left_out(broken: Path) -> None:
+    tokenizer = json.loads((broken / "tokenizer.json").read_text())
+    image = tokenizer["added_tokens"][0] | {"id": 320, "content": "<image>"}
+    fillers = {f"[{index}]": index for index in range(257, 320)}
+    tokenizer["model"]["vocab"] |= {"<|end|>": 256, **fillers}
+    edit_json(broken / "tokenizer.json", model=tokenizer["model"], added_tokens=[*tokenizer["added_tokens"], image])
+    loaded = load_model(broken)
+    assert loaded.tokenizer.vocab_size == 320
+    assert max(loaded.tokenizer.encode("<image>")) < 320
+    assert loaded.tokenizer.eos_ids == {256}
+
+
+def test_progress_ends_at_the_bytes_of_all_tensors(tiny: Path, tmp_path: Path) -> None:
+    for path in (tiny, write_tiny_gguf(tmp_path / "tiny.gguf")):
+        seen: list[tuple[int, int]] = []
+        load_model(path, progress=lambda done, total, seen=seen: seen.append((done, total)))
+        sizes = [4 * tensor.numel() for tensor in random_weights(CONFIG).values()]
+        assert seen[0] == (0, sum(sizes))
+        assert seen[-1] == (sum(sizes), sum(sizes))
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert len(seen) == len(sizes) + 1
+
+
+def test_whoever_makes_the_products_knows_each_by_name(tiny: Path) -> None:
+    made: dict[str, tuple[tuple[int, ...], bool]] = {}
+
+    def make(name: str, weight: Tensor, bias: Tensor | None) -> Linear:
+        made[name] = (tuple(weight.shape), bias is not None)
+        return Linear(weight, bias)
+
+    load_model(tiny, make_linear=make)
+    assert len(made) == 4 * 3 + 1
+    assert made["model.layers.2.self_attn.qkv_proj"] == ((128, 64), False)
+    assert made["model.layers.0.mlp.gate_up_proj"] == ((192, 64), False)
+    assert made["lm_head"] == ((320, 64), False)
+
+
 def corrupt(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
 
 def to_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def with_tensor(name: str) -> Callable[[Path], object]:
+    def harm(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors") | {name: torch.zeros(3)}
+        save_file(tensors, folder / "model.safetensors")
+
+    return harm
+
+
+def without_a_shard(folder: Path) -> None:
+    write_tiny_llama(folder, shards=3)
+    (folder / "model.safetensors").unlink()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def cut_short(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
 def to_int8(folder: Path) -> None:
@@ -153,15 +210,78 @@ def to_int8(folder: Path) -> None:
         (corrupt("tokenizer_config.json", "nope"), "tokenizer_config.json is not valid JSON"),
         (corrupt("tokenizer_config.json", '{"chat_template": "{% if %}"}'), "the chat template is not valid"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (cut_short, "model.safetensors is not a readable safetensors file"),
+        (without_a_shard, "model-00002-of-00003.safetensors is missing, which model.safetensors.index.json names"),
+        (corrupt("model.safetensors.index.json", "{}"), "model.safetensors.index.json has no weight_map"),
+        (with_tensor("model.layers.0.self_attn.q_norm.weight"), "q_norm.weight has no place in architecture Llama"),
+        (with_tensor("model.layers.3.input_layernorm.weight"), "layers.3.input_layernorm.weight has no place"),
         (corrupt("model.safetensors", "short"), "model.safetensors is not a readable safetensors file"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors file"),
         (to_pickle, "pytorch_model.bin is a pickle, which is never read"),
-        (to_int8, "tensor model.norm.weight has dtype torch.int8, unsupported"),
+        (to_int8, "tensor model.norm.weight has dtype I8, unsupported"),
     ],
 )
 def test_a_broken_folder_is_refused(broken: Path, harm: Callable[[Path], object], says: str) -> None:
     harm(broken)
     assert says in refusal(broken)
+
+
+def test_buffers_that_can_be_derived_and_files_that_the_index_does_not_name_are_passed_over(
+    tiny: Path, tmp_path: Path
+) -> None:
+    write_tiny_llama(tmp_path, shards=3)
+    save_file({"layers.0.wq.weight": torch.zeros(3)}, tmp_path / "consolidated.safetensors")
+    with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq")(
+        tiny_copy := Path(shutil.copytree(tiny, tmp_path / "x"))
+    )
+    torch.testing.assert_close(logits(tmp_path), logits(tiny_copy))
+
+
+def served_or_refused(path: Path) -> None:
+    """No other exception than LoadError, and that in one line that names the path."""
+    try:
+        load_model(path)
+    except LoadError as error:
+        message = str(error)
+    else:
+        message = str(path)
+    assert str(path) in message
+    assert "\n" not in message
+
+
+KEYS = (
+    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "sliding_window", "layer_types"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "eos_token_id", "quantization_config"),
+)
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 10**20)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.lists(st.integers(0, 3) | st.none() | st.text(max_size=3), max_size=3)
+    | st.dictionaries(st.sampled_from(["rope_type", "factor", "full_attention", "quant_method", ""]), st.integers(0, 9))
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(name=st.sampled_from(KEYS), value=VALUES)
+def test_whatever_a_config_says_it_is_served_or_refused_in_one_line(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, name: str, value: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    for file in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (folder / file).symlink_to(tiny / file)
+    config = json.loads((tiny / "config.json").read_text()) | {name: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    served_or_refused(folder)
+
+
+def test_a_lora_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "is a LoRA adapter, which is not supported" in refusal(tmp_path)
 
 
 def test_a_path_that_is_no_model_is_named(tmp_path: Path) -> None:
@@ -177,88 +297,13 @@ def test_an_unknown_dtype_is_refused(tiny: Path) -> None:
 
 # --- GGUF --------------------------------------------------------------------------------------------------------
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
-
-def permuted_as_llama_cpp(weight: np.ndarray, heads: int) -> np.ndarray:
-    """As its converter does it: convert_hf_to_gguf.py, LlamaModel.permute."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(
-    path: Path,
-    tensors: dict[str, Tensor],
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    architecture: str = "llama",
-    pre: str = "smollm",
-    tokenizer: str = "gpt2",
-    experts: int = 0,
-    divisors: list[float] | None = None,
-) -> Path:
-    """The tiny Llama as llama.cpp would store it; `divisors` are its form of Llama 3 rotary scaling."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(CONFIG["num_hidden_layers"])
-    writer.add_context_length(CONFIG["max_position_embeddings"])
-    writer.add_embedding_length(CONFIG["hidden_size"])
-    writer.add_feed_forward_length(CONFIG["intermediate_size"])
-    writer.add_head_count(CONFIG["num_attention_heads"])
-    writer.add_head_count_kv(CONFIG["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(CONFIG["rms_norm_eps"])
-    writer.add_rope_freq_base(CONFIG["rope_theta"])
-    if experts:
-        writer.add_expert_count(experts)
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*symbols, "<|end|>", "he", *(f"[{i}]" for i in range(CONFIG["vocab_size"] - 258))]
-    writer.add_tokenizer_model(tokenizer)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3, 1] + [4] * (len(tokens) - 258))
-    writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(256)
-    stored = {
-        "token_embd.weight": tensors["model.embed_tokens.weight"],
-        "output_norm.weight": tensors["model.norm.weight"],
-    }
-    if "lm_head.weight" in tensors:
-        stored["output.weight"] = tensors["lm_head.weight"]
-    for index in range(CONFIG["num_hidden_layers"]):
-        for theirs, name in NAMES.items():
-            stored[f"blk.{index}.{name}.weight"] = tensors[f"model.layers.{index}.{theirs}.weight"]
-    for name, tensor in stored.items():
-        values = tensor.numpy()
-        if "attn_q." in name:
-            values = permuted_as_llama_cpp(values, CONFIG["num_attention_heads"])
-        if "attn_k." in name:
-            values = permuted_as_llama_cpp(values, CONFIG["num_key_value_heads"])
-        if values.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, values)
-    if divisors:
-        writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def tiny_weights() -> dict[str, Tensor]:
-    return random_weights(CONFIG)
+def write_tiny_gguf(path: Path, tensors: dict[str, Tensor] | None = None, **options: Any) -> Path:
+    return write_gguf(path, tensors or random_weights(CONFIG), CONFIG, **options)
 
 
 def test_a_gguf_file_is_the_same_model_as_the_folder_it_was_made_from(tiny: Path, tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_weights())
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
     torch.testing.assert_close(logits(path), logits(tiny), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits(tmp_path), logits(tiny), atol=1e-5, rtol=1e-5)  # a folder with one such file
 
@@ -267,26 +312,31 @@ def test_a_gguf_file_is_the_same_model_as_the_folder_it_was_made_from(tiny: Path
 def test_quantized_weights_are_the_same_model_within_their_rounding(
     tiny: Path, tmp_path: Path, kind: str, tolerance: float
 ) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_weights(), gguf.GGMLQuantizationType[kind])
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", kind=gguf.GGMLQuantizationType[kind])
     exact = logits(tiny)
     assert (logits(path) - exact).abs().max() < tolerance * exact.abs().max()
+
+
+def frequencies(path: Path) -> tuple[float, ...]:
+    (kind,) = load_model(path).config.attention_kinds
+    return kind.inverse_frequencies
 
 
 def test_rotary_divisors_of_a_gguf_file_are_llama3_scaling(tmp_path: Path) -> None:
     numbers = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     scaled = write_tiny_llama(tmp_path / "hf", rope_scaling={"rope_type": "llama3", **numbers})
-    plain = load_model(write_tiny_llama(tmp_path / "plain")).config.inverse_frequencies
-    divisors = [a / b for a, b in zip(plain, load_model(scaled).config.inverse_frequencies, strict=True)]
+    plain = frequencies(write_tiny_llama(tmp_path / "plain"))
+    divisors = [a / b for a, b in zip(plain, frequencies(scaled), strict=True)]
     assert max(divisors) == pytest.approx(8.0)
     assert min(divisors) == pytest.approx(1.0)
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_weights(), divisors=divisors)
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", divisors=divisors)
     torch.testing.assert_close(logits(path), logits(scaled), atol=1e-5, rtol=1e-5)
 
 
 def test_a_gguf_file_without_an_output_tensor_has_tied_embeddings(tmp_path: Path) -> None:
-    tensors = tiny_weights()
+    tensors = random_weights(CONFIG)
     del tensors["lm_head.weight"]
-    assert load_model(write_gguf(tmp_path / "tied.gguf", tensors)).config.tied_embeddings
+    assert load_model(write_tiny_gguf(tmp_path / "tied.gguf", tensors)).config.tied_embeddings
 
 
 @pytest.mark.parametrize(
@@ -296,25 +346,67 @@ def test_a_gguf_file_without_an_output_tensor_has_tied_embeddings(tmp_path: Path
         ({"architecture": "deepseek2"}, "architecture deepseek2 (multi-head latent attention) is not supported"),
         ({"architecture": "qwen3moe"}, "architecture qwen3moe (mixture of experts) is not supported"),
         ({"architecture": "t5"}, "architecture t5 (encoder-decoder model) is not supported"),
-        ({"architecture": "gemma3"}, "architecture gemma3 is not supported"),
-        ({"experts": 8}, "architecture llama with experts (mixture of experts) is not supported"),
+        ({"architecture": "gemma4"}, "architecture gemma4 is not supported (supported: Llama, Mistral, Qwen2"),
+        ({"metadata": {"general.type": "adapter"}}, "a LoRA adapter or a projector"),
+        ({"metadata": {"split.count": 3}}, "one of 3 parts of a model is not supported alone"),
+        ({"metadata": {"llama.rope.dimension_count": 8}}, "rope.dimension_count is 8, unlike the head size 16"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope scaling yarn is not supported"),
+        ({"metadata": {"llama.attention.sliding_window_pattern": [True]}}, "has 1 entries for 3 layers"),
+        (
+            {"metadata": {"llama.expert_count": 8}},
+            "architecture llama with experts (mixture of experts) is not supported",
+        ),
         ({"pre": "chatglm-bpe"}, "pre-tokenizer chatglm-bpe is not supported"),
-        ({"tokenizer": "llama"}, "GGUF tokenizer llama is not supported"),
+        ({"tokenizer": "t5"}, "GGUF tokenizer t5 is not supported"),
+        ({"tokenizer": "llama"}, "metadata tokenizer.ggml.scores is missing"),
     ],
 )
 def test_another_gguf_file_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    assert says in refusal(write_gguf(tmp_path / "other.gguf", tiny_weights(), **changes))
+    assert says in refusal(write_tiny_gguf(tmp_path / "other.gguf", **changes))
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "whole.gguf", tiny_weights()).read_bytes()
+    whole = write_tiny_gguf(tmp_path / "whole.gguf").read_bytes()
     damaged = tmp_path / "damaged.gguf"
     for content in (b"", b"GGUF", b"nonsense" * 100, whole[:100], whole[: len(whole) // 2]):
         damaged.write_bytes(content)
         assert str(damaged) in refusal(damaged)
 
 
+@settings(max_examples=300, deadline=None)
+@given(place=st.floats(0, 1), byte=st.integers(0, 255), length=st.integers(1, 8), half=st.booleans())
+def test_whatever_a_gguf_header_says_it_is_served_or_refused_in_one_line(
+    gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory, place: float, byte: int, length: int, half: bool
+) -> None:
+    """Bytes of the header, mostly of what comes before and after the vocabulary, changed."""
+    path = tmp_path_factory.mktemp("model") / "damaged.gguf"
+    header = gguf_bytes.index(b"tokenizer.ggml") if half else len(gguf_bytes) - 3 * 10**5
+    at = int(place * header)
+    path.write_bytes(gguf_bytes[:at] + bytes([byte]) * length + gguf_bytes[at + length :])
+    served_or_refused(path)
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_tiny_gguf(tmp_path_factory.mktemp("whole") / "tiny.gguf").read_bytes()
+
+
+def test_a_tensor_of_a_type_that_cannot_be_read_is_named(tmp_path: Path, gguf_bytes: bytes) -> None:
+    """The type is the number before the offset that ends the tensor's entry."""
+    name = b"blk.1.ffn_norm.weight"
+    at = gguf_bytes.index(name) + len(name) + 4 + 8
+    for number, says in ((24, "tensor blk.1.ffn_norm.weight has type I8"), (999, "type number 999, which is unknown")):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(gguf_bytes[:at] + number.to_bytes(4, "little") + gguf_bytes[at + 4 :])
+        assert says in refusal(path)
+
+
+def test_a_gguf_file_with_a_tensor_too_many_is_refused(tmp_path: Path) -> None:
+    tensors = random_weights(CONFIG) | {"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)}
+    assert "tensor blk.1.attn_q.bias has no place" in refusal(write_tiny_gguf(tmp_path / "tiny.gguf", tensors))
+
+
 def test_a_gguf_file_without_a_tensor_it_needs_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", tiny_weights())
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
     assert "tensor blk.1.ffn_up.weight is missing" in refusal(path)

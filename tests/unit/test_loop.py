@@ -6,9 +6,10 @@ from contextlib import aclosing
 import pytest
 
 from poolwright_engine.engine import Refused
+from poolwright_engine.scheduler_config import Batching, PreemptionMode, TokenBudget
 from poolwright_engine.sequence import FinishReason
 from support.engine_bed import machine, outputs, request, tokens, until
-from support.scripted_runner import ScriptedRunner, expected
+from support.scripted_runner import ScriptedRunner, expected, prompt_logprob
 
 
 async def test_requests_of_many_lengths_together_get_what_each_gets_alone() -> None:
@@ -164,3 +165,80 @@ async def test_stats_tell_of_work_and_return_to_nothing() -> None:
             0,
             0,
         )
+
+
+async def test_cached_tokens_come_with_the_first_token_and_are_counted_once() -> None:
+    async with machine() as here:
+        for cached in (0, 16):
+            heard = await outputs(here.engine, request(range(1, 20), 3))
+            assert [output.num_cached_tokens for output in heard] == [cached, None, None]
+        await here.empty()
+        assert here.seen.lookups == [(19, 0), (19, 16)]
+        assert here.seen.cached_tokens == 16
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+async def test_memory_that_ends_costs_time_and_no_token(mode: PreemptionMode) -> None:
+    async with machine(runner=ScriptedRunner(25, 4, num_host_blocks=50), preemption=mode, watermark=0) as here:
+        asked = [request(range(100 * n, 100 * n + 9), 60, seed=n, temperature=1.0) for n in range(1, 6)]
+        assert await asyncio.gather(*(tokens(here.engine, one) for one in asked)) == [expected(one) for one in asked]
+        await here.empty()
+        assert here.seen.preemptions
+        assert set(here.seen.preemptions) == {mode is PreemptionMode.SWAP}
+        assert sum(here.seen.preemptions_of_requests) == len(here.seen.preemptions)
+        there, back = here.seen.swapped_blocks[1], here.seen.swapped_blocks[0]
+        assert there == back
+        assert bool(there) == (mode is PreemptionMode.SWAP)
+
+
+@pytest.mark.parametrize("batching", Batching)
+async def test_every_strategy_serves(batching: Batching) -> None:
+    async with machine(batching=batching, max_num_batched_tokens=128, static_window_seconds=0.05) as here:
+        asked = [request(range(n, 3 * n), 9, seed=n, temperature=1.0) for n in range(1, 14)]
+        assert await asyncio.gather(*(tokens(here.engine, one) for one in asked)) == [expected(one) for one in asked]
+        await here.empty()
+        assert bool(here.seen.padded_tokens) == (batching is Batching.STATIC)
+
+
+async def test_a_static_batch_of_one_begins_when_its_window_ends_with_nobody_to_wake_the_loop() -> None:
+    async with machine(batching=Batching.STATIC, max_num_batched_tokens=128, static_window_seconds=0.2) as here:
+        began = asyncio.get_running_loop().time()
+        await tokens(here.engine, request([1, 2], 1))
+        assert 0.2 <= asyncio.get_running_loop().time() - began < 10
+
+
+async def test_guesses_change_no_token_and_come_as_one_output() -> None:
+    async with machine(speculative_ngram_tokens=4, max_num_batched_tokens=32) as here:
+        asked = [request([1, 2, 0] * 6, 30, seed=n, temperature=1.0, top_k=3) for n in range(6)]
+        heard = await asyncio.gather(*(outputs(here.engine, one) for one in asked))
+        assert [[t for output in stream for t in output.token_ids] for stream in heard] == [expected(a) for a in asked]
+        assert max(len(output.token_ids) for stream in heard for output in stream) > 1
+        assert here.seen.generated == 180
+        await here.empty()
+
+
+async def test_a_budget_from_targets_serves_and_learns() -> None:
+    config = {"token_budget": TokenBudget.AUTO, "tbt_target_seconds": 0.001, "tile_tokens": 4}
+    async with machine(runner=ScriptedRunner(64, 4, step_seconds=0.002), **config) as here:
+        asked = [request(range(1, 50), 9, seed=n, temperature=1.0) for n in range(4)]
+        assert await asyncio.gather(*(tokens(here.engine, one) for one in asked)) == [expected(one) for one in asked]
+        assert here.engine.scheduler.predictor.prefill_token_seconds is not None
+        assert min(here.seen.step_tokens) < 16
+
+
+async def test_log_probabilities_of_a_prompt_are_collected_over_its_chunks() -> None:
+    async with machine() as here:
+        asked = request(range(100, 140), 3, prompt_logprobs=0)
+        heard = await outputs(here.engine, asked)
+        assert heard[0].prompt_logprobs == tuple(prompt_logprob(100 + i, i) for i in range(1, 40))
+        assert all(output.prompt_logprobs is None for output in heard[1:])
+
+
+async def test_books_that_do_not_balance_end_the_engine_when_it_is_idle() -> None:
+    async with machine() as here:
+        await tokens(here.engine, request([1, 2], 2))
+        here.engine.post(lambda: here.engine.scheduler.blocks.allocate(1) and None)
+        here.engine.post(lambda: setattr(here.engine, "_checked_seconds", 0.0))
+        await until(lambda: not here.engine.healthy)
+        with pytest.raises(Refused, match="references"):
+            await outputs(here.engine, request([1]))

@@ -50,24 +50,36 @@ def make_case(
     return Case(rows, queries, keys, values, key_cache, value_cache)
 
 
-def attention_by_definition(case: Case, scale: float) -> Tensor:
+def attention_by_definition(
+    case: Case, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> Tensor:
     """float64, every score written out, one head at a time."""
     outputs = []
     for row, query, key, value in zip(case.rows, case.queries, case.keys, case.values, strict=True):
         group = query.shape[1] // key.shape[1]
-        unseen = torch.arange(row.start + row.length) > torch.arange(row.start, row.start + row.length)[:, None]
+        ahead = torch.arange(row.start + row.length) - torch.arange(row.start, row.start + row.length)[:, None]
+        unseen = (ahead > 0) | (ahead <= -(window or math.inf))
         heads = []
         for head in range(query.shape[1]):
             scores = query[:, head].double() @ key[:, head // group].double().T * scale
+            if soft_cap is not None:
+                scores = soft_cap * (scores / soft_cap).tanh()
             heads.append(scores.masked_fill(unseen, -math.inf).softmax(1) @ value[:, head // group].double())
         outputs.append(torch.stack(heads, dim=1))
     return torch.cat(outputs)
 
 
-def run(case: Case, block_size: int, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    plan = plan_attention(case.rows, block_size, dtype)
+def run(
+    case: Case,
+    block_size: int,
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    plan = plan_attention(case.rows, block_size, dtype, (None, window))
     query = torch.cat(case.queries).to(dtype)
-    return paged_attention(query, case.key_cache.to(dtype), case.value_cache.to(dtype), plan, scale)
+    return paged_attention(query, case.key_cache.to(dtype), case.value_cache.to(dtype), plan, scale, window, soft_cap)
 
 
 MIXED = [(0, 5), (37, 1), (20, 13), (0, 1), (64, 1), (15, 1), (16, 1), (3, 2)]
@@ -102,12 +114,24 @@ def test_bfloat16_stays_within_its_rounding() -> None:
 @given(
     spans=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=5),
     block_size=st.sampled_from([1, 3, 8, 16]),
+    window=st.none() | st.integers(1, 50),
+    soft_cap=st.none() | st.floats(0.5, 50.0),
     seed=st.integers(0, 1000),
 )
-def test_any_batch_equals_the_definition(spans: list[tuple[int, int]], block_size: int, seed: int) -> None:
+def test_any_batch_equals_the_definition(
+    spans: list[tuple[int, int]], block_size: int, window: int | None, soft_cap: float | None, seed: int
+) -> None:
     case = make_case(spans, block_size, heads=4, kv_heads=2, head_size=8, seed=seed)
-    expected = attention_by_definition(case, 0.35)
-    torch.testing.assert_close(run(case, block_size, 0.35).double(), expected, atol=2e-6, rtol=1e-5)
+    expected = attention_by_definition(case, 0.35, window, soft_cap)
+    found = run(case, block_size, 0.35, window=window, soft_cap=soft_cap)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 100, 256, 257, 299, 1000])
+def test_a_windowed_chunk_longer_than_one_tile_equals_the_definition(window: int) -> None:
+    case = make_case([(40, 300), (0, 270), (300, 1), (7, 1)], 16, heads=2, kv_heads=1, head_size=8)
+    expected = attention_by_definition(case, 0.35, window)
+    torch.testing.assert_close(run(case, 16, 0.35, window=window).double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_a_write_lands_in_its_slots_and_nowhere_else() -> None:

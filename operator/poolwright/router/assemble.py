@@ -13,7 +13,7 @@ _CHAT_MESSAGE = ("refusal", "annotations", "audio", "function_call")
 _CHAT_TOP = ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids")
 _COMPLETION_TOP = ("service_tier", "system_fingerprint")
 _USAGE = ("prompt_tokens_details", "completion_tokens_details")
-_TEXTS = ("text", "content", "refusal", "reasoning")  # strings that grow
+_TEXTS = ("text", "content", "refusal", "reasoning", "arguments")  # strings that grow
 
 
 class Assembly:
@@ -45,7 +45,9 @@ class Assembly:
         if chat:
             top["object"] = "chat.completion"
             for choice in choices:
-                choice["message"] = _filled(choice.get("message") or {}, _CHAT_MESSAGE)
+                message = choice["message"] = _filled(choice.get("message") or {}, _CHAT_MESSAGE)
+                if message.get("tool_calls"):
+                    message["content"] = message.get("content") or None  # a stream says "" with the role
         answer = {**top, "choices": choices, "usage": _filled(self._usage or {}, _USAGE)}
         return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
 
@@ -63,9 +65,24 @@ def _merge(into: dict[str, Any], key: str, value: Any) -> None:
         merged = into[key] = old if isinstance(old, dict) else {}
         for name, part in value.items():
             _merge(merged, name, part)
+    elif key == "tool_calls" and isinstance(value, list):
+        _merge_calls(into.setdefault(key, []), value)
     elif isinstance(value, list):
         into[key] = (old or []) + value
     elif isinstance(value, str) and key in _TEXTS:
         into[key] = (old or "") + value
     else:
         into[key] = value
+
+
+def _merge_calls(calls: list[dict[str, Any]], parts: list[Any]) -> None:
+    """Parts say by their index which call they belong to; a body has the calls in their order instead."""
+    for part in parts:
+        index = part.get("index", len(calls)) if isinstance(part, dict) else -1
+        if not isinstance(index, int) or not 0 <= index <= len(calls):
+            continue
+        if index == len(calls):
+            calls.append({})
+        for key, value in part.items():
+            if key != "index":
+                _merge(calls[index], key, value)

@@ -1,0 +1,128 @@
+"""`make gpu`: all that only a GPU can show, in one command that reaches no network: `python bench/gpu [options]`.
+
+Each section runs in a process of its own, within a time limit, and writes build/gpu/<section>.json as it finds things,
+so that a section that fails or is cut off takes nothing from the others. `--device cpu --tiny` runs every section's
+code through the references with small sizes: its numbers say nothing, but that the script runs.
+
+This file is the parent: standard library only. Wheels are installed from `wheels/` where that folder is.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = {  # seconds
+    "environment": 40,
+    "kernels": 100,
+    "races": 40,
+    "engine": 60,
+    "attention": 70,
+    "launches": 30,
+    "tiles": 40,
+    "model": 90,
+    "tests": 70,
+}
+TOTAL_SECONDS = 350
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, few rounds")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu", metavar="FOLDER")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    python = with_wheels(ROOT / "wheels", options.output) if (ROOT / "wheels").is_dir() else sys.executable
+    ends, failed = time.monotonic() + TOTAL_SECONDS, []
+    for section in options.only:
+        limit = min(SECTIONS[section], ends - time.monotonic())
+        state, line, seconds = run(python, section, options, limit)
+        print(f"{section:12} {state:8} {seconds:5.1f} s  {line}", flush=True)
+        if state not in ("ok", "skipped"):
+            failed.append(section)
+    print(f"Results are in {options.output}" + (f"; not well: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def run(python: str, section: str, options: argparse.Namespace, limit_seconds: float) -> tuple[str, str, float]:
+    """Its state, one line, and how long it took."""
+    target = options.output / f"{section}.json"
+    target.unlink(missing_ok=True)
+    began = time.monotonic()
+    if limit_seconds < 1:
+        target.write_text(json.dumps({"section": section, "state": "skipped", "line": "no time was left"}))
+        return "skipped", "no time was left", 0.0
+    folders = [ROOT, *(ROOT / name for name in ("protocol", "operator", "engine_image", "kernels", "tests"))]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "TRITON_INTERPRET": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    words = [
+        python,
+        "-m",
+        "bench.gpu.section",
+        section,
+        str(target),
+        options.device,
+        "tiny" if options.tiny else "full",
+    ]
+    log = options.output / f"{section}.log"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = child.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            code = None
+    found: dict[str, Any] = {"section": section, "entries": []}
+    if target.exists():
+        found = json.loads(target.read_text())
+    if code is None:
+        found |= {"state": "cut off", "line": f"after {limit_seconds:.0f} s, {len(found['entries'])} entries"}
+    elif code != 0:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        found |= {"state": "failed", "line": lines[-1][:300] if lines else f"exit code {code}"}
+    target.write_text(json.dumps(found, indent=1))
+    return found["state"], found["line"], time.monotonic() - began
+
+
+def with_wheels(folder: Path, output: Path) -> str:
+    """The interpreter of an environment that has the listed wheels that are there, over the packages of this one."""
+    wheels = []
+    for line in (ROOT / "bench" / "gpu-wheels.txt").read_text().splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        pin, digest = line.split()[:2]
+        name, version = pin.split("==")
+        found = sorted(folder.glob(f"{name.replace('-', '_')}-{version}*.whl"))
+        if found and digest not in ("-", hashlib.sha256(found[-1].read_bytes()).hexdigest()):
+            raise SystemExit(f"{found[-1].name}: its sha256 is not that of bench/gpu-wheels.txt")
+        print(f"wheels       {pin}: {found[-1].name if found else 'not there'}", flush=True)
+        wheels += found[-1:]
+    # What the listed ones need, such as CUDA's libraries, may lie beside them.
+    place = output / "venv"
+    python = place / "bin" / "python"
+    if not python.exists():
+        venv.create(place, system_site_packages=True, with_pip=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(folder)]
+    subprocess.run([*install, *map(str, wheels)], check=True)
+    return str(python)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

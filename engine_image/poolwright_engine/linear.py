@@ -1,0 +1,360 @@
+"""Products with weight matrices on a CPU: the forms of one product, and which of them this machine does fastest.
+
+Owns how a weight lies in memory. Knows nothing of models: a list of products comes in, and each learns its forms.
+"""
+
+import ctypes
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Product = Callable[["Linear", Tensor], Tensor]  # unbound: a bound one would keep its weight in a cycle
+
+ROW_BOUNDS = (1, 8, 32, 128, 512)
+"""Products of up to so many input rows share a form, measured at the bound; the last form serves all beyond."""
+_BUCKET_OF_BITS = (0, 1, 1, 1, 2, 2, 3, 3)  # by the bit length of rows - 1
+_LAST_BUCKET = len(ROW_BOUNDS) - 1
+
+_PACKING_GAIN = 0.97  # a packed layout must be at least this much faster on the whole: it takes time to make
+_SAMPLE_MATRICES = 8  # measured in turn, so that no weight waits in a cache close to the core
+_MOST_ROUNDS = 12
+_SAMPLE_MULTIPLICATIONS = 2**30  # a bucket whose one product takes more is not measured
+_TINY = 1e-12  # a scale of what is all zero
+_FINE_STEPS = 254  # of one level: what rounding leaves out is at most half a level
+_INT4_GROUP = 32
+_INT4_FEW_ROWS = 64  # beyond it, unpacking once costs less than unpacking again and again
+# With VNNI, oneDNN multiplies unsigned by signed bytes, and signed inputs cost a conversion in each call. Without, such
+# products overflow 16 bits in pairs, which it prevents for signed inputs only.
+_INT8_ZERO = 128 if torch.cpu._is_vnni_supported() else 0
+_HUGE_PAGE_BYTES = 2**21
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+class Form(StrEnum):
+    """Ways to the same sums in another order: results differ by rounding only."""
+
+    ROWS = "rows"  # x Wᵀ from the weight as it is stored
+    COLUMNS = "columns"  # (W xᵀ)ᵀ from the same: the result's columns are contiguous
+    PACKED = "packed"  # oneDNN, from a weight in its own order
+
+
+AUTO = "auto"
+FORMS = (AUTO, *Form)
+
+
+class Linear:
+    """x Wᵀ + b for an (out, in) weight. Two layouts, one at a time: as stored, or packed."""
+
+    __slots__ = ("_packed", "_products", "_weight", "bias", "dtype", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype: torch.dtype = weight.dtype
+        self.bias = bias
+        self._weight: Tensor | None = weight
+        self._packed: Tensor | None = None
+        self._products: tuple[Product, ...] = (Linear._rows,) * len(ROW_BOUNDS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        bits = (x.shape[0] - 1).bit_length()
+        return self._products[_BUCKET_OF_BITS[bits] if bits < 8 else _LAST_BUCKET](self, x)
+
+    def use(self, forms: Sequence[Form]) -> None:
+        """One form for each bucket: all of them packed, or none. Packing lets go of the weight as it was stored."""
+        if Form.PACKED in forms:
+            self._packed = self._pack()
+            self._weight = None
+            self._products = (Linear._from_packed,) * len(ROW_BOUNDS)
+        else:
+            self._products = tuple(Linear._columns if form is Form.COLUMNS else Linear._rows for form in forms)
+
+    def memory(self) -> tuple[int, int]:
+        """Address and size in bytes of what every product reads."""
+        if self._packed is not None:
+            return int(torch.ops.mkldnn.data_ptr(self._packed)), int(torch.ops.mkldnn._nbytes(self._packed))
+        return self.weight.data_ptr(), self.weight.nbytes
+
+    @property
+    def weight(self) -> Tensor:
+        """As it was stored. Gone once it is packed."""
+        if self._weight is None:
+            raise RuntimeError("the weight was packed")
+        return self._weight
+
+    def _pack(self) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROW_BOUNDS[1])
+        return packed
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self.bias)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        y = (self._weight @ x.t()).t()
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _from_packed(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 0:
+            return _no_rows(x, self.out_features)
+        return _packed_product(x, self._packed, self.bias)
+
+
+class Int8Linear(Linear):
+    """Weights of 8 bits, one scale for each output. The input is rounded too, one scale for each row, so a row's result
+    does not depend on the rows beside it: to 8 bits, or `fine`, to 8 bits and what that left out to 8 more. Products
+    are sums of integers, exact on every CPU."""
+
+    __slots__ = ("_fine", "_scales", "_zeros")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, fine: bool = False) -> None:
+        super().__init__(weight, bias)
+        wide = weight.float()
+        self._fine = fine
+        self._scales = wide.abs().amax(1).clamp_min_(_TINY).div_(127)
+        self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
+        rounded = (wide / self._scales[:, None]).round_().to(torch.int8)
+        self._packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self._weight = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows == 0:
+            return _no_rows(x, self.out_features)
+        scales = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
+        scaled = x / scales.clamp_min_(_TINY).div_(127)
+        levels = scaled.round()
+        if self._fine:
+            levels = torch.cat((levels, scaled.sub_(levels).mul_(_FINE_STEPS).round_()))
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            levels.add_(_INT8_ZERO).to(torch.uint8) if _INT8_ZERO else levels.to(torch.int8),
+            *(1.0, _INT8_ZERO),  # scale and zero of the input: scales are applied below
+            *(self._packed, self._scales, self._zeros, None),
+            *(1.0, 0, torch.float32),  # of the output
+            *("none", [], ""),
+        )
+        if self._fine:
+            y = y[:rows].add_(y[rows:], alpha=1 / _FINE_STEPS)
+        y = y.mul_(scales).to(x.dtype)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def use(self, forms: Sequence[Form]) -> None:
+        """It has one form."""
+
+
+class Int4Linear(Linear):
+    """Weights of 4 bits in groups of 32 inputs, each with a scale and a middle value, as Q4_1 of llama.cpp has them;
+    input and products in bfloat16. For machines where reading the weights is what a token costs.
+
+    Held twice: in the order of PyTorch's kernel, which unpacks a weight again for every few rows, and by halves of a
+    group in a byte, from which a product of many rows makes the weight in bfloat16 first.
+    """
+
+    __slots__ = ("_groups", "_halves", "_lowest", "_scales")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        grouped = weight.float().unflatten(1, (-1, _INT4_GROUP))
+        low, high = grouped.aminmax(dim=2, keepdim=True)
+        scales = ((high - low) / 15).clamp_min_(_TINY).bfloat16()
+        middles = (low + 8 * scales.float()).bfloat16()
+        levels = ((grouped - middles.float()) / scales.float()).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        self._groups = torch.cat((scales, middles), dim=2).transpose(0, 1).contiguous()
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).int(), 1)
+        first, second = levels.permute(1, 2, 0).chunk(2, dim=1)  # (groups, 16, out) each
+        self._halves = (first | second << 4).contiguous()
+        self._scales = scales.permute(1, 2, 0).contiguous()  # (groups, 1, out)
+        self._lowest = (middles - 8 * scales).permute(1, 2, 0).contiguous()
+        self._weight = None
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        out_features, in_features = weight.shape
+        return bool(out_features % 16 == 0 and in_features % _INT4_GROUP == 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows == 0:
+            return _no_rows(x, self.out_features)
+        narrow = x.bfloat16().contiguous()
+        if rows > _INT4_FEW_ROWS:
+            y = narrow @ self._unpacked()
+        else:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, self._packed, _INT4_GROUP, self._groups)
+        y = y.to(x.dtype)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _unpacked(self) -> Tensor:
+        """(in, out): scales then lie along what is contiguous."""
+        weight = torch.empty(len(self._halves), _INT4_GROUP, self.out_features, dtype=torch.bfloat16)
+        for levels, into in zip((self._halves & 15, self._halves >> 4), weight.chunk(2, dim=1), strict=True):
+            torch.addcmul(self._lowest, levels.bfloat16(), self._scales, out=into)
+        return weight.flatten(0, 1)
+
+    def memory(self) -> tuple[int, int]:
+        assert self._packed is not None
+        return self._packed.data_ptr(), self._packed.nbytes
+
+    def use(self, forms: Sequence[Form]) -> None:
+        """It has one form."""
+
+
+class Quantization(StrEnum):
+    """Made from the weights as they are loaded, whatever they are stored as."""
+
+    INT8 = "int8"  # inputs fine where a norm made them: some of its elements are many times the others
+    INT4 = "int4"  # the head, which the choice between tokens hangs on, in 8 bits
+
+
+def quantized(quantization: Quantization, name: str, weight: Tensor, bias: Tensor | None) -> Linear:
+    """`name` is the product's in the model, as in Hugging Face's files."""
+    with torch.inference_mode():
+        if quantization is Quantization.INT4 and name != "lm_head" and Int4Linear.takes(weight):
+            return Int4Linear(weight, bias)
+        return Int8Linear(weight, bias, fine=not name.endswith(("o_proj", "down_proj")))
+
+
+def _no_rows(x: Tensor, out_features: int) -> Tensor:
+    return x.new_empty(0, out_features)
+
+
+def _packed_product(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided for all products of one shape. Microseconds a product; an unmeasured bucket has none."""
+
+    out_features: int
+    in_features: int
+    forms: tuple[Form, ...]
+    microseconds: tuple[dict[Form, float], ...]
+
+    def __str__(self) -> str:
+        parts = []
+        for bound, form, times in zip(ROW_BOUNDS, self.forms, self.microseconds, strict=True):
+            measured = ", ".join(f"{name} {micros:.0f}" for name, micros in times.items())
+            parts.append(f"≤{bound}: {form}" + (f" ({measured} µs)" if measured else ""))
+        return f"{self.out_features}×{self.in_features}: " + "; ".join(parts)
+
+
+def choose_forms(products: Iterable[Linear], form: str = AUTO, limit_seconds: float = 2.0) -> tuple[Choice, ...]:
+    """Settles, once, the form of every product: `form`, or the fastest by a measurement on the calling thread that
+    takes about `limit_seconds` at most. The same weights are then moved to huge pages as far as the system has any.
+
+    The choice holds for the life of the process, so a token does not depend on when it was computed.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form {form!r} is none of {', '.join(FORMS)}")
+    groups: dict[tuple[int, int, torch.dtype], list[Linear]] = {}
+    fixed = []
+    for product in products:
+        if type(product) is not Linear:
+            fixed.append(product.memory())
+            continue
+        groups.setdefault((product.out_features, product.in_features, product.dtype), []).append(product)
+    choices = []
+    with torch.inference_mode():
+        for (out_features, in_features, _), group in groups.items():
+            times: tuple[dict[Form, float], ...] = tuple({} for _ in ROW_BOUNDS)
+            forms = (Form(form),) * len(ROW_BOUNDS) if form != AUTO else ()
+            if not forms:
+                times = _measure(group[:_SAMPLE_MATRICES], limit_seconds / len(groups))
+                forms = fastest(times)
+            for product in group:
+                product.use(forms)
+            choices.append(Choice(out_features, in_features, forms, times))
+            log.info("Product %s", choices[-1])
+    use_huge_pages(fixed + [product.memory() for group in groups.values() for product in group])
+    return tuple(choices)
+
+
+def _measure(sample: Sequence[Linear], limit_seconds: float) -> tuple[dict[Form, float], ...]:
+    """Microseconds of a product by bucket and form: forms in turn, the least of several rounds, so that what else runs
+    on the machine falls on all of them alike. A bucket that time does not allow two rounds has none."""
+    weights = [product.weight for product in sample]
+    packed = [product._pack() for product in sample] if torch.backends.mkldnn.is_available() else []
+    began = time.perf_counter()
+    results: list[dict[Form, float]] = []
+    for bucket, rows in enumerate(ROW_BOUNDS):
+        results.append({})
+        if rows * weights[0].numel() > _SAMPLE_MULTIPLICATIONS:
+            continue
+        x = torch.full((rows, weights[0].shape[1]), 0.01, dtype=weights[0].dtype)
+        runs: dict[Form, Callable[[], object]] = {
+            Form.ROWS: lambda x=x: [F.linear(x, weight) for weight in weights],  # type: ignore[misc]
+            Form.COLUMNS: lambda x=x: [(weight @ x.t()).t() for weight in weights],  # type: ignore[misc]
+        }
+        if packed:
+            runs[Form.PACKED] = lambda x=x: [_packed_product(x, weight, None) for weight in packed]  # type: ignore[misc]
+        rounds: list[dict[Form, float]] = []
+        deadline = began + limit_seconds * (bucket + 1) / len(ROW_BOUNDS)
+        while len(rounds) < _MOST_ROUNDS and time.perf_counter() < deadline:
+            rounds.append({form: _microseconds(run) / len(weights) for form, run in runs.items()})
+        if len(rounds) > 1:  # the first makes what the others reuse
+            results[-1] = {form: min(times[form] for times in rounds[1:]) for form in runs}
+    return tuple(results)
+
+
+def _microseconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e6
+
+
+def fastest(times: Sequence[dict[Form, float]]) -> tuple[Form, ...]:
+    """Packed for all buckets if that is faster on the geometric mean; else the better of the other two for each."""
+    measured = [of_bucket for of_bucket in times if of_bucket]
+    stored = [min((Form.ROWS, Form.COLUMNS), key=of_bucket.__getitem__) for of_bucket in measured]
+    if measured and all(Form.PACKED in of_bucket for of_bucket in measured):
+        gains = [of_bucket[Form.PACKED] / of_bucket[form] for of_bucket, form in zip(measured, stored, strict=True)]
+        if math.prod(gains) ** (1 / len(gains)) < _PACKING_GAIN:
+            return (Form.PACKED,) * len(times)
+    found = iter(stored)
+    return tuple(next(found) if of_bucket else Form.ROWS for of_bucket in times)
+
+
+def use_huge_pages(memory: Iterable[tuple[int, int]], limit_seconds: float = 2.0) -> int:
+    """Asks Linux to move these (address, bytes) to huge pages now, and returns how many bytes it was asked for.
+
+    A product of few rows reads every weight once: with pages of 4 KiB a good part of that time is address translation.
+    Best effort: older kernels (before 6.1) collapse pages later by themselves, and others not at all.
+    """
+    deadline = time.monotonic() + limit_seconds
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError):
+        return 0
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    asked = 0
+    for start, stop in joined(memory):
+        first, last = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, stop // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        if last <= first:
+            continue
+        madvise(first, last - first, _MADV_HUGEPAGE)
+        for at in range(first, last, 32 * _HUGE_PAGE_BYTES):
+            if time.monotonic() > deadline:
+                return asked
+            madvise(at, min(32 * _HUGE_PAGE_BYTES, last - at), _MADV_COLLAPSE)
+        asked += last - first
+    return asked
+
+
+def joined(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges (start, stop), those joined that an allocator put next to each other."""
+    ranges: list[tuple[int, int]] = []
+    for address, size in sorted(memory):
+        if ranges and address - ranges[-1][1] <= 2**16:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], address + size))
+        else:
+            ranges.append((address, address + size))
+    return ranges

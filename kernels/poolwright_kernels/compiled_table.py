@@ -1,0 +1,245 @@
+"""The tables of compiled kernels: what is in them, what each row must satisfy, and their files.
+
+A row is one subject (a kernel with its constants) for one version of Triton and one target. Attention has a table of
+its own, which takes hours to make; the other has all other operations. A file carries a digest of the kernels' code and
+of every case in it, so that a table that is older than the kernels is seen to be so.
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from poolwright_kernels import operation_cases as cases
+from poolwright_kernels.ahead_of_time import TARGETS, AheadOfTimeCase, Compiled
+from poolwright_kernels.attention_cases import ahead_of_time_cases
+from poolwright_kernels.machine_code import Loop
+
+PATHS = {family: Path(__file__).with_name(f"compiled_{family}.json") for family in ("operations", "attention")}
+
+# The oldest that the project supports, the one that PyTorch 2.13 is built with, and the newest on PyPI.
+TRITON_VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
+
+# Bytes of stack that a row may use, by (subject, Triton, target). Only sm_120, the target of workstations, may be here.
+NAMED_SPILLS: dict[tuple[str, str, int], int] = {}
+
+_HEAD_SIZES = (64, 96, 128, 256)
+_GROUPS = (1, 3, 4, 8)
+_FORMATS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8e4nv"))  # of queries, of the cache
+_VARIANTS = ("", " window", " soft-cap")
+_NO_FP8 = (90, 100, 120)  # sm_80 has no instruction for e4m3, and Triton refuses it
+_BEST = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}  # for tiles of 64 rows and more; one warp's mma for fewer
+
+_MEASURE = 1  # raised when a row says something else of the same machine code
+
+Key = tuple[str, str, int]  # subject, Triton, target
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """`large_loops`, `small_loops`: loops over tiles of many and of few rows, in this order; none where no matrices are
+    multiplied. `width_bits`: the least that its widest load and store must have."""
+
+    name: str
+    case: Callable[[int], AheadOfTimeCase]  # by target: tiles may differ
+    targets: tuple[int, ...] = TARGETS
+    large_loops: int = 0
+    small_loops: int = 0
+    width_bits: int = 0
+
+
+@functools.cache
+def subjects() -> dict[str, Subject]:
+    every = [*_attention(), *_operations()]
+    named = {subject.name: subject for subject in every}
+    assert len(named) == len(every), "two subjects of one name"
+    return named
+
+
+def keys(family: str | None = None) -> list[Key]:
+    """All rows of a table or of both, those of groups of four heads first: what is wrong there is wrong everywhere."""
+    every = (
+        (s.name, version, target) for version in TRITON_VERSIONS for s in subjects().values() for target in s.targets
+    )
+    ours = (key for key in every if family in (None, family_of(key[0])))
+    return sorted(ours, key=lambda key: "×4 " not in key[0])
+
+
+def family_of(name: str) -> str:
+    return "attention" if name.startswith("attention ") else "operations"
+
+
+def faults(key: Key, row: Compiled) -> list[str]:
+    """What is wrong with a row, in words."""
+    name, _, target = key
+    subject = subjects()[name]
+    wrong = []
+    if row.stack_bytes > NAMED_SPILLS.get(key, 0) or (row.spills and key not in NAMED_SPILLS):
+        wrong.append(f"{row.stack_bytes} B of registers spilled")
+    if row.occupancy == 0:
+        wrong.append("does not fit on a multiprocessor")
+    if min(row.widest_load_bits, row.widest_store_bits) < subject.width_bits:
+        wrong.append(f"loads of {row.widest_load_bits} and stores of {row.widest_store_bits} bits")
+    multiplying = [loop for loop in row.loops if loop.matrix]
+    if len(multiplying) != subject.large_loops + subject.small_loops:
+        wrong.append(f"{len(multiplying)} loops over tiles, not {subject.large_loops} + {subject.small_loops}")
+    for index, loop in enumerate(multiplying):
+        wanted = _BEST[target] if index < subject.large_loops else "mma"
+        if [kind for kind, _ in loop.matrix] != [wanted]:
+            wrong.append(f"loop {index + 1} multiplies by {', '.join(kind for kind, _ in loop.matrix)}, not {wanted}")
+        if loop.asynchronous_copies == 0:
+            wrong.append(f"loop {index + 1} copies nothing while it computes")
+    return wrong
+
+
+def case_digest(key: Key) -> str:
+    """Of all that decides what a row will be: the kernel's code with all it calls, the case, Triton and the target."""
+    name, version, target = key
+    case = subjects()[name].case(target)
+    facts = (
+        _MEASURE,
+        _code_digest(case.kernel.fn),
+        case.signature,
+        sorted((places, repr(value)) for places, value in case.constexprs.items()),
+        sorted(case.attrs.items()),
+        sorted(case.options.items()),
+        version,
+        target,
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def table_digest(family: str) -> str:
+    return hashlib.sha256("".join(case_digest(key) for key in keys(family)).encode()).hexdigest()
+
+
+def read_table(path: Path) -> tuple[str, dict[Key, Compiled]]:
+    """The digest that the file says, and its rows."""
+    stored = json.loads(path.read_text())
+    rows = {
+        (name, version, int(target)): unpacked(row)
+        for name, versions in stored["rows"].items()
+        for version, targets in versions.items()
+        for target, row in targets.items()
+    }
+    return stored["digest"], rows
+
+
+def write_table(family: str, rows: Mapping[Key, Compiled], path: Path) -> None:
+    """One line for each subject."""
+    by_subject: dict[str, dict[str, dict[str, list[Any]]]] = {}
+    for name, version, target in keys(family):
+        targets = by_subject.setdefault(name, {}).setdefault(version, {})
+        targets[str(target)] = packed(rows[name, version, target])
+    columns = [field.name for field in dataclasses.fields(Compiled)]
+    loop_columns = [field.name for field in dataclasses.fields(Loop)]
+    lines = [f"    {json.dumps(name, ensure_ascii=False)}: {_json(row)}" for name, row in sorted(by_subject.items())]
+    path.write_text(
+        "{\n"
+        f'  "digest": "{table_digest(family)}",\n'
+        f'  "columns": {_json(columns)},\n'
+        f'  "loop_columns": {_json(loop_columns)},\n'
+        '  "rows": {\n' + ",\n".join(lines) + "\n  }\n}\n"
+    )
+
+
+def packed(row: Compiled) -> list[Any]:
+    """Without names, in the order of the fields."""
+    *numbers, loops = dataclasses.astuple(row)
+    return [*numbers, [[n, [list(pair) for pair in matrix], *others] for n, matrix, *others in loops]]
+
+
+def unpacked(row: list[Any]) -> Compiled:
+    *numbers, loops = row
+    return Compiled(*[*numbers, tuple(_loop(*loop) for loop in loops)])
+
+
+def _loop(instructions: int, matrix: list[list[Any]], copies: int, loads: int, spills: int) -> Loop:
+    return Loop(instructions, tuple((kind, count) for kind, count in matrix), copies, loads, spills)
+
+
+def _attention() -> Iterator[Subject]:
+    for head in _HEAD_SIZES:
+        for group in _GROUPS:
+            for dtype, kv_dtype in _FORMATS:
+                targets = TARGETS if kv_dtype == dtype else _NO_FP8
+                shape = f"{head}×{group} {dtype}{' fp8-kv' if kv_dtype != dtype else ''}"
+                for variant in _VARIANTS:
+                    launch = functools.partial(_launch, head, group, dtype, kv_dtype, variant)
+                    large = 3 if "window" in variant else 2  # the window's edge, all visible, the causal edge
+                    mixed, decode = functools.partial(launch, "mixed"), functools.partial(launch, "decode")
+                    yield Subject(f"attention mixed {shape}{variant}", mixed, targets, large, 1)
+                    yield Subject(f"attention decode {shape}{variant}", decode, targets, 0, 1)
+                if dtype == kv_dtype == "bf16":
+                    merge = functools.partial(_launch, head, group, dtype, kv_dtype, "", "merge")
+                    yield Subject(f"attention merge {shape}", merge)
+    for group in _GROUPS:
+        yield Subject(f"attention plan ×{group}", functools.partial(_launch, 128, group, "bf16", "bf16", "", "plan"))
+
+
+def _launch(head: int, group: int, dtype: str, kv_dtype: str, variant: str, label: str, target: int) -> AheadOfTimeCase:
+    every = ahead_of_time_cases(
+        head, group, target, dtype, kv_dtype, window="window" in variant, soft_cap="soft-cap" in variant
+    )
+    return next(case for case in every if case.label == label)
+
+
+def _operations() -> Iterator[Subject]:
+    def subject(case: AheadOfTimeCase, dtype: str, width: int, targets: tuple[int, ...] = TARGETS) -> Subject:
+        kernel = case.kernel.__name__.removesuffix("_kernel").replace("_", " ")
+        name = " ".join(part for part in (kernel, case.label, dtype) if part)
+        return Subject(name, lambda target: case, targets, width_bits=width)
+
+    for dtype in ("bf16", "fp16"):
+        for hidden in cases.HIDDEN_SIZES:
+            for add in (False, True):
+                for plus_one in (False, True):
+                    yield subject(cases.norm_case(hidden, dtype, add, plus_one), dtype, 128)
+        for width in cases.MLP_WIDTHS:
+            for gelu in (False, True):
+                yield subject(cases.gated_case(width, dtype, gelu), dtype, 128)
+    for head in _HEAD_SIZES:
+        for group in _GROUPS:
+            yield subject(cases.rotary_case(head, group, "bf16", "bf16", normed=False), "bf16", 128)
+        yield subject(cases.rotary_case(head, 4, "bf16", "bf16", normed=True), "bf16", 128)
+        yield subject(cases.rotary_case(head, 4, "fp16", "fp16", normed=False), "fp16", 128)
+        yield subject(cases.rotary_case(head, 4, "bf16", "fp8e4nv", normed=False), "bf16 fp8-kv", 128, _NO_FP8)
+    for heads, head in ((3, 64), (8, 128), (1, 256)):
+        for packed_part in (False, True):
+            yield subject(cases.copy_case(heads, head, "i16", packed_part), "2-byte", 128)
+            yield subject(cases.copy_case(heads, head, "u8", packed_part), "1-byte", 128)
+    for vocab in cases.VOCABULARIES:
+        for dtype in ("fp32", "bf16"):
+            for case in cases.sampling_cases(vocab, dtype):
+                if dtype == "fp32" or "logits" in case.kernel.arg_names:
+                    yield subject(case, dtype, 0)
+    for case in cases.penalty_cases(cases.VOCABULARIES[-1]):
+        yield subject(case, "", 0)
+
+
+@functools.cache
+def _code_digest(function: Callable[..., Any]) -> str:
+    """Of a compiled function, the constants that it reads and the functions that it calls. Comments and docstrings do
+    not count, nor does what its module does on the host."""
+    (node,) = ast.parse(inspect.getsource(function)).body
+    assert isinstance(node, ast.FunctionDef)
+    if ast.get_docstring(node) is not None:
+        node.body = node.body[1:]
+    parts = [ast.unparse(node)]
+    for name in sorted({part.id for part in ast.walk(node) if isinstance(part, ast.Name)}):
+        value = function.__globals__.get(name)
+        if inspect.isfunction(called := getattr(value, "fn", None)):
+            parts.append(_code_digest(called))
+        elif value is not None and hasattr(value, "value"):  # tl.constexpr
+            parts.append(f"{name} = {value.value!r}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

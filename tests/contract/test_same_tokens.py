@@ -1,0 +1,334 @@
+"""Whatever the engine does on the way, a greedy client gets transformers' tokens: prompts cut anywhere, found in the
+prefix cache or not, preempted at any step, answered n times, streamed or not, under every batching policy. Through the
+HTTP application, the real loop and the CPU runner."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from poolwright_engine.answer import Served
+from poolwright_engine.batching import Strategy
+from poolwright_engine.cpu_runner import CpuRunner
+from poolwright_engine.guide import Guides
+from poolwright_engine.loader import LoadedModel, load_model
+from poolwright_engine.loop import EngineLoop, Identity, LoopConfig
+from poolwright_engine.observer import Observer
+from poolwright_engine.scheduler import Batch, Scheduler
+from poolwright_engine.scheduler_config import Batching, PreemptionMode
+from poolwright_engine.server import create_app
+from poolwright_protocol.kv import blocks_for
+from support.api_server import new_service
+from support.covering import Case, all_cases, pairs_of, pairwise
+from support.parity import Expected, ask_transformers, assert_greedy, assert_same_tokens, transformers_of_gguf
+from support.tiny_models import write_tiny_model
+
+ALL = 10_000  # a chunk that no prompt fills
+DIMENSIONS: dict[str, list[Any]] = {
+    "batching": list(Batching),
+    "chunk": [1, 7, 16, 33, 64, ALL],
+    "hit": [False, True],
+    "preemption": [None, PreemptionMode.RECOMPUTE, PreemptionMode.SWAP],
+    "n": [1, 3],
+    "stream": [False, True],
+}
+SEATS = 5  # fewer than the sequences that n = 3 makes of the tiny prompts
+REAL_SEATS = 12  # the same of the real ones
+
+
+def allowed(case: Case) -> bool:
+    """Policies that cut no prompt have no chunks."""
+    return case["chunk"] == ALL or case["batching"].cuts_prompts
+
+
+@dataclass
+class Interrupting:
+    """A strategy that takes the memory of one running sequence first, in every step whose number leaves `phase` when
+    divided by `every`; of each sequence at most twice, so that all of them end."""
+
+    inner: Strategy
+    every: int
+    phase: int
+    _last_number: int = -1
+
+    def fill(self, scheduler: Scheduler, batch: Batch) -> None:
+        victims = [sequence for sequence in scheduler.running if sequence.num_preemptions < 2]
+        if victims and batch.number % self.every == self.phase and batch.number != self._last_number:
+            self._last_number = batch.number
+            scheduler._preempt(batch, victims[batch.number // self.every % len(victims)])
+        self.inner.fill(scheduler, batch)
+
+
+@dataclass
+class Seen(Observer):
+    """Of one engine's life."""
+
+    preemptions: list[bool] = field(default_factory=list)  # whether the sequence was swapped
+    hit_tokens: int = 0
+    steps: int = 0
+
+    def preempted(self, swapped: bool) -> None:
+        self.preemptions.append(swapped)
+
+    def prefix_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
+        self.hit_tokens += hit_tokens
+
+    def step(self, num_tokens: int, num_prefill_tokens: int, busy_seconds: float) -> None:
+        self.steps += 1
+
+
+def loop_config(case: Case, max_model_len: int, seats: int) -> LoopConfig:
+    chunk = case["chunk"]
+    return LoopConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=seats,
+        max_num_batched_tokens=max_model_len if chunk == ALL else max(chunk, seats),
+        long_prefill_token_threshold=0 if chunk >= seats else chunk,
+        batching=case["batching"],
+        enable_prefix_caching=case["hit"],
+        preemption=case["preemption"] or PreemptionMode.AUTO,
+        static_window_seconds=0.01,
+    )
+
+
+@asynccontextmanager
+async def serving(
+    loaded: LoadedModel,
+    config: LoopConfig,
+    seen: Seen,
+    block_size: int,
+    num_blocks: int,
+    interrupted: tuple[int, int] | None = None,
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the application. `interrupted`: every and phase of `Interrupting`."""
+    tokenizer = loaded.tokenizer
+    guides = Guides(tokenizer, loaded.config.vocab_size)
+    runner = CpuRunner(
+        loaded.model,
+        num_blocks=num_blocks + 1,
+        block_size=block_size,
+        max_num_seqs=config.max_num_seqs,
+        cpu_threads=torch.get_num_threads(),
+        num_host_blocks=num_blocks,
+        eos_token_ids=tokenizer.eos_ids,
+        guides=guides,
+    )
+    engine = EngineLoop(
+        runner, config=config, identity=Identity(pod_uid="uid"), eos_token_ids=tokenizer.eos_ids, observer=seen
+    )
+    if interrupted is not None:
+        engine.scheduler._strategy = Interrupting(engine.scheduler._strategy, *interrupted)
+    service = new_service()
+    await engine.start()
+    service.metrics.attach(engine.stats, engine.role_state, {})
+    service.served = Served(engine, tokenizer, runner.vocab_size, max_chars_per_token=8, guides=guides)
+    service.ready = True
+    try:
+        transport = httpx.ASGITransport(app=create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600) as client:
+            yield client
+    finally:
+        await engine.close()
+
+
+async def complete(
+    client: httpx.AsyncClient, prompt: Sequence[int], count: int, n: int, stream: bool
+) -> list[list[int]]:
+    """Token ids of each of the n choices. Several greedy ones are not to be had, so those take the likeliest token by
+    top-k of 1."""
+    body = {
+        "model": "tiny",
+        "prompt": list(prompt),
+        "max_tokens": count,
+        "temperature": 0 if n == 1 else 1,
+        "top_k": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "n": n,
+        "stream": stream,
+    }
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    ids: list[list[int]] = [[] for _ in range(n)]
+    if not stream:
+        for choice in answer.json()["choices"]:
+            ids[choice["index"]] = choice["token_ids"]
+        return ids
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    for line in lines:
+        for choice in json.loads(line)["choices"]:
+            ids[choice["index"]].extend(choice["token_ids"] or [])
+    return ids
+
+
+async def assert_case(
+    loaded: LoadedModel,
+    answers: Sequence[Expected],
+    case: Case,
+    block_size: int = 4,
+    seats: int = SEATS,
+    interrupted: tuple[int, int] | None = None,
+) -> Seen:
+    """Prompts all at once, and once more where the case is a hit."""
+    count = len(answers[0].output_ids)
+    longest = max(len(expected.prompt_ids) for expected in answers) + count
+    seen = Seen()
+    config = loop_config(case, longest + 1, seats)
+    num_blocks = 2 * seats * blocks_for(config.max_model_len, block_size)
+    async with serving(loaded, config, seen, block_size, num_blocks, interrupted) as client:
+        for _ in range(1 + case["hit"]):
+            asked: list[Awaitable[list[list[int]]]] = [
+                complete(client, expected.prompt_ids, count, case["n"], case["stream"]) for expected in answers
+            ]
+            for expected, choices in zip(answers, await asyncio.gather(*asked), strict=True):
+                for found in choices:
+                    assert_same_tokens(found, expected)
+    assert (seen.hit_tokens > 0) == case["hit"]
+    return seen
+
+
+async def assert_case_preempted_everywhere(loaded: LoadedModel, answers: Sequence[Expected], case: Case) -> None:
+    """One run undisturbed; then, where the case preempts, as many as it takes for each of its steps to have done so."""
+    steps = (await assert_case(loaded, answers, case)).steps
+    if case["preemption"] is None:
+        return
+    every = max(4, -(-steps // 8))
+    preemptions: list[bool] = []
+    for phase in range(every):
+        preemptions += (await assert_case(loaded, answers, case, interrupted=(every, phase))).preemptions
+    assert len(preemptions) >= every
+    if case["preemption"] is PreemptionMode.SWAP:
+        assert any(preemptions)  # one that has computed nothing yet has nothing to swap
+    else:
+        assert not any(preemptions)
+
+
+def name_of(case: Case) -> str:
+    return "-".join(f"{name}={getattr(value, 'value', value)}" for name, value in case.items())
+
+
+# --- tiny models -------------------------------------------------------------------------------------------------
+
+TINY_PROMPTS = [
+    tuple((7 * i * i + 3 * i) % 256 for i in range(70)),
+    (11, 200, 3),
+    tuple((91 * i + 5) % 256 for i in range(26)),
+    (42,),
+]
+TINY_TOKENS = 10
+PAIRWISE = pairwise(DIMENSIONS, allowed)
+
+Tiny = Callable[[str], tuple[LoadedModel, list[Expected]]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, one_torch_thread: None) -> Tiny:
+    """Made once each."""
+    made: dict[str, tuple[LoadedModel, list[Expected]]] = {}
+
+    def get(architecture: str) -> tuple[LoadedModel, list[Expected]]:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            theirs = write_tiny_model(folder, architecture)
+            made[architecture] = load_model(folder), ask_transformers(theirs, TINY_PROMPTS, TINY_TOKENS)
+        return made[architecture]
+
+    return get
+
+
+def test_the_pairwise_cases_cover_every_allowed_pair() -> None:
+    covered = set().union(*(pairs_of(case) for case in PAIRWISE))
+    assert covered == set().union(*(pairs_of(case) for case in all_cases(DIMENSIONS, allowed)))
+    assert len(PAIRWISE) < 40
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
+async def test_a_tiny_model_gives_transformers_tokens(tiny: Tiny, case: Case) -> None:
+    """Each case on one architecture; in turn, so that every architecture has several."""
+    architectures = ("llama", "gemma3", "mistral-window", "qwen3", "gemma2", "qwen2-window")
+    loaded, answers = tiny(architectures[PAIRWISE.index(case) % len(architectures)])
+    await assert_case_preempted_everywhere(loaded, answers, case)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "part",
+    all_cases({name: DIMENSIONS[name] for name in ("batching", "chunk")}, allowed),
+    ids=name_of,
+)
+async def test_the_whole_product_on_a_tiny_model_gives_transformers_tokens(tiny: Tiny, part: Case) -> None:
+    loaded, answers = tiny("llama")
+    for case in all_cases(DIMENSIONS | {name: [value] for name, value in part.items()}, allowed):
+        await assert_case_preempted_everywhere(loaded, answers, case)
+
+
+# --- the real model ----------------------------------------------------------------------------------------------
+
+TEXT = (
+    "The lighthouse keeper climbed the stairs with a lamp, counting each of them as he had done for forty years. ",
+    "In 1912 the harbour froze; nobody had seen that before, and the ships waited outside until March. ",
+    "def area(width, height):\n    return width * height\n\n",
+    "She wrote: “Bring bread, and the letters.” He brought only the letters, naïve as he was. ",
+    "Prices rose by 3.5 % in the first quarter, 2.25 % in the second, and fell after that. ",
+)
+SHORT_LENGTHS = (1, 2, 5, 8, 9, 16, 17, 24)
+LONG_LENGTHS = tuple(round(1500 ** (i / 63)) for i in range(64))
+
+
+def real_prompts(loaded: LoadedModel, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Pieces of one text, each from somewhere else, so that no prompt begins as another does."""
+    chance = random.Random(0)
+    ids = loaded.tokenizer.encode("".join(chance.choices(TEXT, k=120)))
+    assert len(ids) > max(lengths) + 500
+    return [
+        tuple(ids[at : at + length])
+        for length, at in zip(lengths, chance.sample(range(500), len(lengths)), strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> LoadedModel:
+    return load_model(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def short_answers(smollm2: LoadedModel, smollm2_path: Path) -> list[Expected]:
+    prompts = real_prompts(smollm2, SHORT_LENGTHS)
+    return ask_transformers(transformers_of_gguf(smollm2_path), prompts, count=5, keep_logits=6)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
+async def test_the_real_model_gives_transformers_tokens(
+    smollm2: LoadedModel, short_answers: list[Expected], case: Case
+) -> None:
+    """Preempted in every third step, where the case preempts."""
+    interrupted = None if case["preemption"] is None else (3, 2)
+    await assert_case(smollm2, short_answers, case, 8, REAL_SEATS, interrupted)
+
+
+@pytest.mark.model
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+async def test_64_prompts_of_up_to_1500_tokens_give_transformers_tokens(
+    smollm2: LoadedModel, smollm2_path: Path
+) -> None:
+    prompts = real_prompts(smollm2, LONG_LENGTHS)
+    config = LoopConfig(max_model_len=2048, max_num_batched_tokens=2048, max_num_seqs=256)
+    async with serving(smollm2, config, Seen(), block_size=16, num_blocks=3000) as client:
+        found = await asyncio.gather(*(complete(client, prompt, 16, n=1, stream=True) for prompt in prompts))
+    theirs = transformers_of_gguf(smollm2_path)
+    for prompt, (output,) in zip(prompts, found, strict=True):
+        assert len(output) == 16
+        assert_greedy(theirs, prompt, output)

@@ -1,0 +1,103 @@
+"""The tables of compiled kernels that are checked in: of these kernels, complete, and without a fault."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from poolwright_kernels.ahead_of_time import Compiled
+from poolwright_kernels.compiled_table import (
+    NAMED_SPILLS,
+    PATHS,
+    TRITON_VERSIONS,
+    Key,
+    family_of,
+    faults,
+    keys,
+    read_table,
+    table_digest,
+    write_table,
+)
+from poolwright_kernels.inspect import Cache, CompilationFailed, Worker, compile_missing
+from poolwright_kernels.machine_code import Loop
+
+INSTALLED = "3.7.1"  # the version in the environment of tests: needs no download
+FAMILIES = [family for family, path in PATHS.items() if path.exists()]
+
+
+def rows_of(family: str) -> dict[Key, Compiled]:
+    return read_table(PATHS[family])[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_is_of_these_kernels(family: str) -> None:
+    digest, _ = read_table(PATHS[family])
+    assert digest == table_digest(family), f"run `python -m poolwright_kernels.inspect --compile --table {family}`"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_has_every_row_and_none_has_a_fault(family: str) -> None:
+    rows = rows_of(family)
+    assert rows.keys() == set(keys(family))
+    assert {key: found for key, row in rows.items() if (found := faults(key, row))} == {}
+
+
+def test_only_the_target_of_workstations_may_spill() -> None:
+    assert {target for _, _, target in NAMED_SPILLS} <= {120}
+    assert NAMED_SPILLS.keys() <= set(keys())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("rms norm 4096 add bf16", INSTALLED, 90),
+        ("attention decode 128×4 bf16", INSTALLED, 80),
+        ("attention mixed 64×3 fp16 window", INSTALLED, 90),
+    ],
+    ids=lambda key: " ".join(map(str, key)),
+)
+def test_compiled_anew_a_row_is_the_same(key: Key, tmp_path: Path) -> None:
+    assert key[1] in TRITON_VERSIONS
+    cache = Cache(tmp_path / "cache.jsonl")
+    compiled = compile_missing([key], cache)
+    assert faults(key, compiled[key]) == []
+    if family_of(key[0]) in FAMILIES:
+        assert compiled == {key: rows_of(family_of(key[0]))[key]}
+    assert Cache(tmp_path / "cache.jsonl").rows == cache.rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_survives_its_file(family: str, tmp_path: Path) -> None:
+    write_table(family, rows_of(family), tmp_path / "table.json")
+    assert (tmp_path / "table.json").read_text() == PATHS[family].read_text()
+
+
+def test_each_rule_finds_what_breaks_it() -> None:
+    mixed = ("attention mixed 128×4 bf16", INSTALLED, 90)
+    large = Loop(400, (("wgmma", 12),), asynchronous_copies=9, loads=0, spills=0)
+    small = dataclasses.replace(large, matrix=(("mma", 16),))
+    row = Compiled(200, 0, 0, 98560, 0, 1, 128, 128, (large, large, small))
+    assert faults(mixed, row) == []
+    for broken, words in (
+        ({"stack_bytes": 8}, "8 B of registers spilled"),
+        ({"spills": 1}, "spilled"),
+        ({"occupancy": 0}, "does not fit"),
+        ({"loops": (large, small)}, "2 loops over tiles, not 2 + 1"),
+        ({"loops": (large, small, small)}, "loop 2 multiplies by mma, not wgmma"),
+        ({"loops": (large, large, large)}, "loop 3 multiplies by wgmma, not mma"),
+        ({"loops": (large, large, dataclasses.replace(small, asynchronous_copies=0))}, "loop 3 copies nothing"),
+    ):
+        assert any(words in fault for fault in faults(mixed, dataclasses.replace(row, **broken))), words
+    norm = ("rms norm 4096 add bf16", INSTALLED, 90)
+    assert faults(norm, dataclasses.replace(row, loops=())) == []
+    assert "loads of 32" in faults(norm, dataclasses.replace(row, loops=(), widest_load_bits=32))[0]
+
+
+def test_sm_80_refuses_eight_bit_caches() -> None:
+    """Why rows with an fp8 cache have no sm_80."""
+    worker = Worker(INSTALLED)
+    try:
+        with pytest.raises(CompilationFailed, match="fp8e4nv"):
+            worker.compile(("attention decode 64×4 bf16 fp8-kv", INSTALLED, 80))
+    finally:
+        worker.close()

@@ -1,0 +1,140 @@
+"""The automatic token budget: no decode late, no prompt at a standstill, and steps learnt as they are."""
+
+import random
+
+import pytest
+
+from poolwright_engine.budget import StepPredictor, StepWork
+from poolwright_engine.scheduler_config import SchedulerConfig, StepCost, StepProfile, TokenBudget
+from support.scheduler_bed import SchedulerBed, request
+
+COST = StepCost(0.010, 1e-4, 1e-7)
+PROFILE = StepProfile(decode=StepCost(0.008, 5e-5, 1e-7), mixed=COST)
+
+
+def seconds(work: StepWork, cost: StepCost = COST) -> float:
+    return cost.fixed_seconds + work.tokens * cost.token_seconds + work.kv_tokens * cost.kv_token_seconds
+
+
+def test_the_budget_is_the_largest_multiple_of_the_tile_that_fits_the_slack_with_a_margin() -> None:
+    predictor = StepPredictor(PROFILE)
+    tokens = predictor.budget(0.060, decodes=8, kv_tokens=20_000, tile_tokens=64, most_tokens=2048)
+    assert tokens % 64 == 0
+    assert 1.2 * predictor.predict(StepWork(tokens, 20_000 + tokens, True)) <= 0.060
+    assert 1.2 * predictor.predict(StepWork(tokens + 64, 20_000 + tokens + 64, True)) > 0.060
+
+
+@pytest.mark.parametrize(("slack", "tokens"), [(10.0, 2048), (float("inf"), 2048), (0.0, 64), (-3.0, 64), (0.013, 64)])
+def test_the_budget_stays_within_one_tile_beyond_the_decodes_and_the_most(slack: float, tokens: int) -> None:
+    assert StepPredictor(PROFILE).budget(slack, 8, 1000, 64, 2048) == tokens
+
+
+def test_without_slack_prompts_still_get_on() -> None:
+    assert StepPredictor(PROFILE).budget(-1.0, 130, 1000, 64, 2048) == 192
+    assert StepPredictor(PROFILE).budget(-1.0, 64, 1000, 64, 64) == 64
+    assert StepPredictor().budget(1.0, 64, 1000, 64, 2048) == 128  # nothing is known yet
+
+
+@pytest.mark.parametrize("start", [None, PROFILE])
+def test_the_predictor_learns_each_regime_from_its_own_steps(start: StepProfile | None) -> None:
+    rng = random.Random(1)
+    real = StepProfile(decode=StepCost(0.02, 2e-4, 3e-8), mixed=StepCost(0.05, 3e-4, 5e-8))
+    predictor = StepPredictor(start)
+    for _ in range(400):
+        for cost, prefill in ((real.decode, False), (real.mixed, True)):
+            tokens = rng.randint(64, 2048) if prefill else rng.randint(1, 64)
+            work = StepWork(tokens, rng.randint(0, 200_000), prefill)
+            predictor.observe(work, seconds(work, cost) * rng.uniform(0.95, 1.05))
+    for cost, prefill in ((real.decode, False), (real.mixed, True)):
+        for tokens, kv in ((32, 50_000), (64, 150_000)):
+            work = StepWork(tokens, kv, prefill)
+            assert predictor.predict(work) == pytest.approx(seconds(work, cost), rel=0.1)
+    assert predictor.prefill_token_seconds == pytest.approx(3e-4, rel=0.1)
+
+
+def test_the_predictor_follows_a_machine_that_becomes_slower() -> None:
+    predictor = StepPredictor(PROFILE)
+    work = StepWork(512, 10_000, True)
+    for _ in range(200):
+        predictor.observe(work, seconds(work))
+    for _ in range(200):
+        predictor.observe(work, 3 * seconds(work))
+    assert predictor.predict(work) == pytest.approx(3 * seconds(work), rel=0.05)
+
+
+def test_a_long_time_of_equal_steps_leaves_it_able_to_learn() -> None:
+    predictor = StepPredictor(PROFILE)
+    same = StepWork(64, 1000, False)
+    for _ in range(20_000):
+        predictor.observe(same, seconds(same, PROFILE.decode))
+    for tokens in range(1, 200):
+        work = StepWork(tokens, 1000, False)
+        predictor.observe(work, seconds(work, PROFILE.decode))
+    work = StepWork(128, 1000, False)
+    assert predictor.predict(work) == pytest.approx(seconds(work, PROFILE.decode), rel=0.05)
+
+
+def test_a_target_is_needed() -> None:
+    with pytest.raises(ValueError, match="tbt_target_seconds"):
+        SchedulerConfig(max_model_len=10, token_budget=TokenBudget.AUTO)
+
+
+def chunks(target: float, idle: float, with_decode: bool = True) -> list[int]:
+    """Prompt tokens of each step while one request decodes at a context of a few tokens. `idle`: seconds that its
+    tokens came early, all together."""
+    bed = SchedulerBed(
+        num_blocks=2000,
+        block_size=16,
+        max_model_len=9000,
+        max_num_batched_tokens=2048,
+        token_budget=TokenBudget.AUTO,
+        tbt_target_seconds=target,
+        step_profile=PROFILE,
+    )
+    now, number, sizes = 0.0, 0, []
+
+    def turn() -> None:
+        nonlocal now, number
+        decision = bed.it.schedule(number, now=now)
+        assert decision.step is not None
+        work = StepWork(
+            decision.step.num_tokens,
+            sum(row.start + row.length for row in decision.step.rows),
+            decision.num_prefill_tokens > 0,
+        )
+        spent = seconds(work, COST if work.has_prefill else PROFILE.decode)
+        now += spent
+        number += 1
+        result = bed.runner.submit(decision.step).result()
+        bed.it.update(result.__class__(result.number, result.token_ids, result.logprobs, spent), now)
+        sizes.append(decision.num_prefill_tokens)
+
+    if with_decode:
+        bed.add(request([1], 2000))
+        turn()
+        ahead = 0.0
+        while ahead < idle:
+            before = now
+            turn()
+            ahead += target - (now - before)
+        sizes.clear()
+    long = bed.add(request(range(1000, 9000), 4, arrival=1))
+    while long.is_prefilling:
+        turn()
+    if with_decode:
+        decode = bed.known[0]
+        assert decode.first_token_seconds is not None
+        assert now <= decode.first_token_seconds + (len(decode.output_ids) - 1) * target + 1e-9
+    return sizes
+
+
+def test_chunks_fit_the_target_and_slack_earned_early_is_spent_on_larger_ones() -> None:
+    tight, early = chunks(0.060, idle=0.0), chunks(0.060, idle=0.3)
+    assert all(320 <= size <= 512 for size in tight[:-1])
+    assert max(early) > 1000
+    assert len(early) < len(tight)
+    assert all(-(size + 1) % 64 < 16 for size in tight[:-1])  # a step is a multiple of the tile; chunks end on blocks
+
+
+def test_without_decodes_the_budget_is_all_there_is() -> None:
+    assert chunks(0.060, idle=0.0, with_decode=False)[0] == 2048
