@@ -13,13 +13,14 @@ compared with each other only. Nothing is asserted.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ MODEL = "smollm2"
 BUDGET = ("--max-model-len=2048", "--max-num-seqs=16", "--max-num-batched-tokens=512", "--block-size=32")
 LOADS: Mapping[str, tuple[int, int]] = {"concurrent": (16, 8), "single": (4, 1)}  # prompts, at once
 INPUT_TOKENS, OUTPUT_TOKENS = 128, 32
-READY_SECONDS = 900.0
+READY_SECONDS = 600.0
 QUANTIZATIONS = ("int8", "int4")
 
 LLAMACPP_SERVER = """
@@ -154,7 +155,9 @@ def llamacpp_server(gguf: Path, threads: int, port: int) -> Server:
 def running(server: Server, port: int, log: Path) -> Iterator[str]:
     with log.open("wb") as output:
         environment = {**os.environ, **server.environment}
-        process = subprocess.Popen(server.command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            server.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             url = f"http://{HOST}:{port}"
             deadline = time.monotonic() + READY_SECONDS
@@ -166,11 +169,11 @@ def running(server: Server, port: int, log: Path) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+            process.wait()
 
 
 def _answers(url: str) -> bool:
@@ -220,7 +223,8 @@ def serve_and_ask(
 
 
 def against_vllm(dtype: str, options: argparse.Namespace, folder: Path, report: Report) -> None:
-    model, loads, modes = smollm2_folder(), list(LOADS), [True, False]
+    model, loads = smollm2_folder(), list(LOADS)
+    modes = [mode == "eager" for mode in options.vllm_modes]
     for pair in range(options.pairs):
         print(f"vLLM, {dtype}, pair {pair + 1}", flush=True)
         theirs: dict[bool, dict[str, Served]] = {}
@@ -308,9 +312,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--against", nargs="+", default=["vllm", "llamacpp", "openvino"])
+    parser.add_argument("--vllm-modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, default=Path("build/bench/engine.json"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers end too
     report = Report({"flags": flags(), "cores": os.cpu_count(), "threads": options.threads, "vllm": VLLM_VERSION})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

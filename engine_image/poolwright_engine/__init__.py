@@ -13,6 +13,9 @@ __all__ = ["LLM", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     """Late: they bring torch, which most modules of this package must do without."""
     if name in __all__:
+        from poolwright_engine.openmp import spin_briefly
+
+        spin_briefly()
         from poolwright_engine import llm
 
         return getattr(llm, name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from poolwright_engine import completion, source
 from poolwright_engine.config import ConfigError, EngineConfig, Usage
 from poolwright_engine.last_words import EXIT_INTERRUPTED, fail
+from poolwright_engine.openmp import spin_briefly
 from poolwright_engine.options import Parser, add_model, add_server, config_of, warnings_of
 from poolwright_protocol import names
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "completion":
         print(completion.script(options.shell, PROGRAM), end="")
         return 0
+    spin_briefly()
     try:
         usage = Usage.SERVER if options.command in ("serve", "check", "profile") else Usage.OFFLINE
         config = config_of(options, usage)

@@ -21,7 +21,7 @@ class AheadOfTimeCase:
     signature: dict[str, str]
     constexprs: dict[tuple[int, ...], Any]
     attrs: dict[tuple[int, ...], list[list[Any]]]
-    options: dict[str, int]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from poolwright_kernels.hybrid_attention import (
     merge_options,
 )
 
-_ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 _NOT_SPECIALIZED = frozenset({"window", "table_stride", "sequences", "lanes"})
 
 
@@ -43,7 +43,9 @@ def ahead_of_time_cases(
     heads = kv_heads * group
     for label, has_chunks in (("mixed", True), ("decode", False)):
         tiles = tiles_for(head_size, group, has_chunks, _ELEMENT_BYTES[dtype], capability)
-        options = attention_options(heads, kv_heads, page_size, head_size, tiles.launch, has_chunks, window, soft_cap)
+        options = attention_options(
+            heads, kv_heads, page_size, head_size, tiles.launch, has_chunks, window, soft_cap, _ELEMENT_BYTES[kv_dtype]
+        )
         yield _case(label, hybrid_attention_kernel, pointers, options | scales)
     yield _case("merge", merge_kernel, pointers, merge_options(heads, head_size))
     yield _case(
@@ -52,7 +54,8 @@ def ahead_of_time_cases(
 
 
 def _case(label: str, kernel: Any, pointers: dict[str, str], options: dict[str, Any]) -> AheadOfTimeCase:
-    launch: dict[str, int] = {name: options.pop(name) for name in ("num_warps", "maxnreg") if name in options}
+    names = ("num_warps", "maxnreg", "ptx_options")
+    launch: dict[str, Any] = {name: options.pop(name) for name in names if name in options}
     types = {}
     for name in kernel.arg_names:
         if name in ("score_scale", "soft_cap"):

@@ -27,6 +27,9 @@ from poolwright_kernels.ops import operation
 _LOG2_E = 1.4426950408889634
 _ITEM_FIELDS = tl.constexpr(8)
 _MERGE_FIELDS = tl.constexpr(8)
+# Triton has the assembler allocate registers at level 2, around a fault of its release 13; with 3.9 that spills where
+# keys of 256 elements are converted. From 4 up, and at the assembler's own level, nothing does.
+_NO_SPILLS = "--regAllocOptLevel=4"
 _MERGE_PARTS = 16  # parts that a merge weighs at once
 _MERGE_PROGRAMS = 512
 
@@ -419,7 +422,17 @@ def hybrid_attention_triton(
         score_scale,
         window,
         cap,
-        **attention_options(heads, kv_heads, page_size, head_size, tiles, has_chunks, window > 0, soft_cap > 0),
+        **attention_options(
+            heads,
+            kv_heads,
+            page_size,
+            head_size,
+            tiles,
+            has_chunks,
+            window > 0,
+            soft_cap > 0,
+            key_cache.dtype.itemsize,
+        ),
     )
     merge_kernel[(min(_MERGE_PROGRAMS, merges.shape[0] * heads),)](
         merges,
@@ -442,10 +455,11 @@ def attention_options(
     has_chunks: bool,
     has_window: bool,
     has_soft_cap: bool,
+    cache_bytes: int,  # of an element
 ) -> dict[str, Any]:
     """What is compiled into a launch: nothing here differs from step to step of one kind."""
     large_rows, large_keys, large_stages, small_rows, small_keys, small_stages, warps, registers = tiles
-    return {
+    options: dict[str, Any] = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "PAGE": page_size,
@@ -463,6 +477,9 @@ def attention_options(
         "num_warps": warps,
         "maxnreg": registers,
     }
+    if cache_bytes == 1 and head_size > 128:
+        options["ptx_options"] = _NO_SPILLS
+    return options
 
 
 def merge_options(heads: int, head_size: int) -> dict[str, Any]:

@@ -125,7 +125,7 @@ async def serving(
         runner, config=config, identity=Identity(pod_uid="uid"), eos_token_ids=tokenizer.eos_ids, observer=seen
     )
     if interrupted is not None:
-        engine.scheduler._strategy = Interrupting(engine.scheduler._strategy, *interrupted)
+        engine.scheduler.strategy = Interrupting(engine.scheduler.strategy, *interrupted)
     service = new_service()
     await engine.start()
     service.metrics.attach(engine.stats, engine.role_state, {})
