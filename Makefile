@@ -8,7 +8,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench gpu clean
+.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench bench-engine bench-tables gpu clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -60,8 +60,15 @@ cluster-down: venv ## End it, and remove what killed test runs left
 cluster-status: venv ## What runs, where its kubeconfig is, how much memory it takes
 	@PYTHONPATH=tests $(BIN)/python -m testbed status
 
-bench: venv ## Ratios measured in one run: router against direct, batching
-	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+bench: venv ## Ratios measured in one run: what the router costs, what scheduling and planning cost the host
+	@for script in router_streams scheduler_cost attention_plan; do \
+	  echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py $(ARGS) || exit 1; done
+
+bench-engine: venv ## The engine against vLLM, llama.cpp and OpenVINO on this CPU, in turns; writes build/bench/engine.json
+	@PYTHONPATH=bench $(BIN)/python bench/engine_vs.py $(ARGS)
+
+bench-tables: venv ## What each batching strategy does to latency: four tables; writes build/bench/engine_tables.json
+	@$(BIN)/python bench/engine_tables.py $(ARGS)
 
 gpu: ## Prove and measure what needs an NVIDIA GPU, without network (ARGS="--only attention"); into build/gpu
 	@$(GPU_PYTHON) bench/gpu/__main__.py $(ARGS)

@@ -31,8 +31,8 @@ def make_rows(
     for (start, length), count in zip(spans, counts, strict=True):
         row = AttentionRow(start, length, order[first : first + count])
         first += count
-        stored = torch.randn(2, start + length, kv_heads, head_size)
-        kv_write(*stored, key_cache, value_cache, slots_of(row.block_ids, 0, start + length, block_size))
+        key, value = torch.randn(2, start + length, kv_heads, head_size).unbind()
+        kv_write(key, value, key_cache, value_cache, slots_of(row.block_ids, 0, start + length, block_size))
         rows.append(row)
     return rows, (key_cache, value_cache)
 
