@@ -136,8 +136,8 @@ def _plain(config: ModelConfig, weights: Weights) -> tuple[Any, Any]:
             runner.close()
 
     def logits_of(ids: Sequence[int]) -> torch.Tensor:
+        from poolwright_engine.cpu_attention import AttentionRow
         from poolwright_engine.model import KVCache
-        from poolwright_kernels.paged_attention import AttentionRow
 
         pages = -(-len(ids) // BLOCK_SIZE)
         cache = KVCache(config.kv_shape(torch.float32), 1 + pages, BLOCK_SIZE, torch.float32)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poolwright_engine.cpu_attention import AttentionPlan, plan_attention
+from poolwright_engine.cpu_attention import AttentionPlan, AttentionRow, plan_attention
 from poolwright_engine.model import KVCache, LlamaModel
-from poolwright_kernels.paged_attention import AttentionRow
 
 _BLOCK_TOKENS = 16
 _SERIAL_ELEMENTS = 32768  # up to so many, PyTorch keeps an element-wise operation on one thread

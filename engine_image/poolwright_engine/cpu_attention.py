@@ -1,7 +1,7 @@
 """Causal attention of a mixed batch over the paged KV cache on a CPU: PyTorch's fused attention, and few calls of it.
 
-Owns how rows are put together and when keys need no copy. Equal to `poolwright_kernels.paged_attention`, the reference,
-and like it reads only slots of tokens that exist and the null block.
+Owns how rows are put together and when keys need no copy. It reads only slots of tokens that exist and the null block,
+so what an unused slot holds, NaN included, cannot reach the output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from poolwright_kernels.paged_attention import AttentionRow
-
 _TILE_TOKENS = 256  # queries of a chunk handled at once: bounds a mask to 256 × context
 _PADDING_LIMIT = 1.5  # decodes share a padded gather while the longest context is at most this times the shortest
 _LONG_CONTEXT_TOKENS = 256  # from here on a call for one row costs less than the copy that lets rows share a call
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """Queries at positions [start, start + length) of a sequence; its keys are positions [0, start + length)."""
+
+    start: int
+    length: int
+    block_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from poolwright_engine.cpu_attention import AttentionRow
 from poolwright_engine.guide import Guides
 from poolwright_engine.linear import choose_forms
 from poolwright_engine.model import KVCache, LlamaModel
@@ -19,7 +20,6 @@ from poolwright_engine.runner import Row, Step, StepResult
 from poolwright_engine.sampler import Logits, logprobs_of
 from poolwright_engine.seats import RowTokens, Seats
 from poolwright_engine.sequence import TokenLogprobs
-from poolwright_kernels.paged_attention import AttentionRow
 
 _HEAD_ROWS = 256  # logits of so many tokens exist at once: bounds memory when a long prompt asks for all of its own
 

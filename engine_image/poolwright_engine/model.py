@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from poolwright_engine.cpu_attention import AttentionPlan, paged_attention, plan_attention
+from poolwright_engine.cpu_attention import AttentionPlan, AttentionRow, paged_attention, plan_attention
 from poolwright_engine.linear import Linear
 from poolwright_engine.model_config import Activation, ModelConfig
 from poolwright_engine.vml import settle
 from poolwright_kernels.kv_write import kv_write
-from poolwright_kernels.paged_attention import AttentionRow
 from poolwright_protocol.kv import KVShape
 
 settle(torch.cos, torch.sin, torch.exp, torch.sqrt, torch.rsqrt, torch.tanh)

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: PyTorch references, and the plan that a step builds for them once."""
+"""The operations of a step over a paged KV cache: each a Triton kernel beside its PyTorch reference, and their plans."""

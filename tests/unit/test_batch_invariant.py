@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from poolwright_engine.batch_invariant import BatchInvariantModel
+from poolwright_engine.cpu_attention import AttentionRow
 from poolwright_engine.loader import load_model
 from poolwright_engine.model import KVCache, LlamaModel
-from poolwright_kernels.paged_attention import AttentionRow
 from support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

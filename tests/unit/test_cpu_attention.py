@@ -1,4 +1,4 @@
-"""The engine's CPU attention against the reference of the kernels, with every unused slot poisoned."""
+"""How the CPU attention puts rows together, against attention by its definition, with every unused slot poisoned."""
 
 import math
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from poolwright_engine import cpu_attention
-from poolwright_kernels import paged_attention as reference
+from poolwright_engine.cpu_attention import AttentionRow
 from poolwright_kernels.kv_write import kv_write, slots_of
-from poolwright_kernels.paged_attention import AttentionRow
+from support.attention_definition import attention_by_definition
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -49,11 +49,11 @@ def check(
     windows = (None, window)
     plan = cpu_attention.plan_attention(rows, block_size, query.dtype, windows)
     found = cpu_attention.paged_attention(query, *cache, plan, 0.35, window, soft_cap)
-    reference_plan = reference.plan_attention(rows, block_size, query.dtype, windows)
-    expected = reference.paged_attention(query, *cache, reference_plan, 0.35, window, soft_cap)
+    expected = attention_by_definition(rows, query, *cache, 0.35, window, soft_cap)
     assert found.is_contiguous()
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
-    assert torch.equal(plan.write_slots, reference_plan.write_slots)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+    slots = [slots_of(row.block_ids, row.start, row.start + row.length, block_size) for row in rows]
+    assert torch.equal(plan.write_slots, torch.cat(slots))
     assert plan.positions.tolist() == [p for row in rows for p in range(row.start, row.start + row.length)]
 
 
@@ -65,7 +65,7 @@ def check(
     window=st.none() | st.integers(1, 700),
     soft_cap=st.none() | st.floats(0.5, 50.0),
 )
-def test_any_batch_equals_the_reference(
+def test_any_batch_equals_the_definition(
     spans: list[tuple[int, int]], block_size: int, in_runs: bool, window: int | None, soft_cap: float | None
 ) -> None:
     check(*make_rows(spans, block_size, in_runs), block_size, window=window, soft_cap=soft_cap)
@@ -73,13 +73,13 @@ def test_any_batch_equals_the_reference(
 
 @pytest.mark.parametrize("in_runs", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 100, 257, 1000])
-def test_rows_longer_than_a_tile_and_long_decodes_equal_the_reference(window: int | None, in_runs: bool) -> None:
+def test_rows_longer_than_a_tile_and_long_decodes_equal_the_definition(window: int | None, in_runs: bool) -> None:
     rows, cache = make_rows([(40, 513), (0, 270), (700, 1), (699, 1), (7, 1), (300, 2)], 16, in_runs)
     check(rows, cache, 16, window=window)
 
 
 @pytest.mark.parametrize("in_runs", [True, False])
-def test_decodes_of_one_context_length_equal_the_reference(in_runs: bool) -> None:
+def test_decodes_of_one_context_length_equal_the_definition(in_runs: bool) -> None:
     rows, cache = make_rows([(31, 1)] * 5, 16, in_runs)
     check(rows, cache, 16)
 
@@ -90,15 +90,16 @@ def test_a_decode_that_reads_a_run_in_place_sees_no_slot_behind_it() -> None:
     check(rows, cache, 16)
 
 
-def test_bfloat16_is_near_the_reference() -> None:
+def test_bfloat16_is_near_the_definition() -> None:
     rows, (keys, values) = make_rows([(300, 1), (20, 13), (0, 40), (12, 1), (14, 1)], 16, in_runs=True)
     query = torch.randn(56, 6, 8).bfloat16()
     stored = keys.bfloat16(), values.bfloat16()
     found = cpu_attention.paged_attention(
         query, *stored, cpu_attention.plan_attention(rows, 16, torch.bfloat16), scale=0.35
     )
-    expected = reference.paged_attention(query, *stored, reference.plan_attention(rows, 16, torch.bfloat16), scale=0.35)
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    assert found.dtype is torch.bfloat16
+    expected = attention_by_definition(rows, query, *stored, scale=0.35)
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_a_block_table_too_short_for_the_tokens_is_refused() -> None:

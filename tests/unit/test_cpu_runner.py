@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from poolwright_engine import cpu_runner
+from poolwright_engine.cpu_attention import AttentionRow
 from poolwright_engine.cpu_runner import CpuRunner
 from poolwright_engine.guide import Guides
 from poolwright_engine.loader import LoadedModel, load_model
 from poolwright_engine.runner import Row, Seat, Step, StepResult
 from poolwright_engine.sequence import Guide, GuideKind, SamplingParams, TokenLogprobs
-from poolwright_kernels.paged_attention import AttentionRow
 from support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -1,4 +1,4 @@
-"""The PyTorch attention and KV write against attention written out in float64, with every unused slot poisoned."""
+"""The CPU attention and the KV write against attention written out in float64, with every unused slot poisoned."""
 
 import math
 from dataclasses import dataclass
@@ -9,20 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from poolwright_engine.cpu_attention import AttentionRow, paged_attention, plan_attention
 from poolwright_kernels.kv_write import kv_write, slots_of
-from poolwright_kernels.paged_attention import AttentionRow, paged_attention, plan_attention
+from support import attention_definition
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences with all their keys and values, of which the last `length` positions are queried."""
+    """Sequences whose keys and values lie in the caches, and of which the last `length` positions are queried."""
 
     rows: list[AttentionRow]
     queries: list[Tensor]  # (length, heads, head_size) each
-    keys: list[Tensor]  # (context, kv_heads, head_size) each
-    values: list[Tensor]
     key_cache: Tensor
     value_cache: Tensor
 
@@ -37,7 +36,7 @@ def make_case(
     cache_shape = (len(order) + 1, block_size, kv_heads, head_size)
     key_cache, value_cache = torch.full(cache_shape, math.nan), torch.full(cache_shape, math.nan)
     key_cache[0], value_cache[0] = 0.0, 0.0
-    rows, queries, keys, values = [], [], [], []
+    rows, queries = [], []
     for (start, length), count in zip(spans, blocks, strict=True):
         row = AttentionRow(start, length, tuple(order.pop() for _ in range(count)))
         key = torch.randn(start + length, kv_heads, head_size, generator=generator)
@@ -45,28 +44,15 @@ def make_case(
         kv_write(key, value, key_cache, value_cache, slots_of(row.block_ids, 0, start + length, block_size))
         rows.append(row)
         queries.append(torch.randn(length, heads, head_size, generator=generator))
-        keys.append(key)
-        values.append(value)
-    return Case(rows, queries, keys, values, key_cache, value_cache)
+    return Case(rows, queries, key_cache, value_cache)
 
 
 def attention_by_definition(
     case: Case, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> Tensor:
-    """float64, every score written out, one head at a time."""
-    outputs = []
-    for row, query, key, value in zip(case.rows, case.queries, case.keys, case.values, strict=True):
-        group = query.shape[1] // key.shape[1]
-        ahead = torch.arange(row.start + row.length) - torch.arange(row.start, row.start + row.length)[:, None]
-        unseen = (ahead > 0) | (ahead <= -(window or math.inf))
-        heads = []
-        for head in range(query.shape[1]):
-            scores = query[:, head].double() @ key[:, head // group].double().T * scale
-            if soft_cap is not None:
-                scores = soft_cap * (scores / soft_cap).tanh()
-            heads.append(scores.masked_fill(unseen, -math.inf).softmax(1) @ value[:, head // group].double())
-        outputs.append(torch.stack(heads, dim=1))
-    return torch.cat(outputs)
+    return attention_definition.attention_by_definition(
+        case.rows, torch.cat(case.queries), case.key_cache, case.value_cache, scale, window, soft_cap
+    )
 
 
 def run(
