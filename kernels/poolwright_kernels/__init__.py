@@ -1,1 +1,1 @@
-"""The operations of a step over a paged KV cache: each a Triton kernel beside its PyTorch reference, and their plans."""
+"""The operations of a step over a paged KV cache, each a Triton kernel beside its PyTorch reference; and plans."""
