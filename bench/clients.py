@@ -26,7 +26,7 @@ import httpx
 
 from poolwright.local.model import ensure_demo_model
 from poolwright.local.processes import free_ports
-from poolwright_engine.loader import load_model
+from poolwright_engine.checkpoint.loader import load_model
 
 HOME = Path(os.environ.get("POOLWRIGHT_BENCH_HOME", "~/.cache/poolwright/bench")).expanduser()
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 16
@@ -183,7 +183,7 @@ def target_of(options: argparse.Namespace, folder: Path) -> Iterator[Target]:
     (tokenizer / "config.json").write_text(json.dumps({"model_type": "llama"}))
     port, admin_port, kv_port = free_ports(3)
     command = [
-        sys.executable, "-m", "poolwright_engine.cli", "serve", str(path),
+        sys.executable, "-m", "poolwright_engine", "serve", str(path),
         "--served-model-name", "demo",
         "--sse-keep-alive-interval", "0",
         "--host", "127.0.0.1",

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from poolwright.local.model import ensure_demo_model
-from poolwright_engine.cpu_attention import AttentionRow
-from poolwright_engine.linear import Int4Linear, Int8Linear, Linear, choose_forms, use_huge_pages
-from poolwright_engine.loader import DTYPES, load_model
-from poolwright_engine.model import KVCache, LlamaModel
+from poolwright_engine.checkpoint.loader import DTYPES, load_model
+from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.model.linear import Int4Linear, Int8Linear, Linear, choose_forms, use_huge_pages
+from poolwright_engine.model.llama import KVCache, LlamaModel
 
 ROWS = (1, 8, 64, 512)
 HEAD_ROWS = 16  # steps of many tokens sample few

@@ -30,15 +30,15 @@ from pathlib import Path
 import torch
 
 from poolwright.local.model import ensure_demo_model
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.loader import load_model
-from poolwright_engine.loop import EngineLoop, Identity, LoopConfig
-from poolwright_engine.model import LlamaModel
-from poolwright_engine.observer import Observer
-from poolwright_engine.runner import Row, Step
-from poolwright_engine.scheduler import Batch, Scheduler
-from poolwright_engine.scheduler_config import Batching
-from poolwright_engine.sequence import Request, SamplingParams
+from poolwright_engine.checkpoint.loader import load_model
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
+from poolwright_engine.loop.observer import Observer
+from poolwright_engine.model.llama import LlamaModel
+from poolwright_engine.scheduling.runner import Row, Step
+from poolwright_engine.scheduling.scheduler import Batch, Scheduler
+from poolwright_engine.scheduling.scheduler_config import Batching
+from poolwright_engine.scheduling.sequence import Request, SamplingParams
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048

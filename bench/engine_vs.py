@@ -126,7 +126,7 @@ class Report:
 def own_server(model: Path, dtype: str, quantization: str, threads: int, port: int) -> Server:
     admin, kv = free_ports(2)
     command = [
-        *(sys.executable, "-m", "poolwright_engine.cli", "serve", str(model), "--served-model-name", MODEL),
+        *(sys.executable, "-m", "poolwright_engine", "serve", str(model), "--served-model-name", MODEL),
         *(f"--host={HOST}", f"--port={port}", f"--admin-port={admin}", f"--kv-port={kv}"),
         *(f"--dtype={dtype}", f"--quantization={quantization}", f"--cpu-threads={threads}"),
         *("--kv-cache-mebibytes=2048", *BUDGET),

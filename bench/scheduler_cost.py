@@ -10,20 +10,26 @@ at the rate at which they do, and others take their place. The garbage collector
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
 from collections import deque
 from pathlib import Path
 
-from poolwright_engine.blocks import BlockPool
-from poolwright_engine.runner import Step, StepResult
-from poolwright_engine.scheduler import Scheduler
-from poolwright_engine.scheduler_config import SchedulerConfig
-from poolwright_engine.sequence import Request, SamplingParams, Sequence
+from poolwright_engine.scheduling.blocks import BlockPool
+from poolwright_engine.scheduling.runner import Step, StepResult
+from poolwright_engine.scheduling.scheduler import Scheduler
+from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
+from poolwright_engine.scheduling.sequence import Request, SamplingParams, Sequence
 
 CONTEXT_TOKENS = 4096
 BLOCK_TOKENS = 16
+VOCABULARY = 50_000
+
+
+_draw = random.Random(1)
+_IDS = _draw.choices(range(1, VOCABULARY), [1 / rank for rank in range(1, VOCABULARY)], k=1 << 16)
 
 
 class Load:
@@ -66,8 +72,12 @@ class Load:
 
 
 def _sampled(step: Step) -> StepResult:
-    tokens = tuple((1 + step.number % 1000,) if row.samples else () for row in step.rows)
-    return StepResult(step.number, tokens, ((),) * len(tokens), 0.0)
+    """As a runner's. Ids are as frequent as words are, by Zipf's law."""
+    nothing = ((),) * len(step.rows)
+    first = step.number * 257 % (len(_IDS) - len(step.rows))
+    ids = _IDS[first : first + len(step.rows)]
+    tokens = tuple((token_id,) if row.samples else () for token_id, row in zip(ids, step.rows, strict=True))
+    return StepResult(step.number, tokens, nothing, 0.0, nothing)
 
 
 def cost(running: int, steps: int) -> dict[str, float]:

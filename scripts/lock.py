@@ -24,7 +24,7 @@ HEADER = "# Written by scripts/lock.py. Do not edit.\n"
 
 SETS = {
     "dev": [
-        *("pyproject.toml", "--extra", "operator", "--extra", "router", "--extra", "engine"),
+        *("pyproject.toml", "--extra", "operator", "--extra", "router", "--extra", "engine", "--extra", "sim"),
         *("--group", "build", "--group", "lint", "--group", "test"),
     ],
     "control-plane": ["pyproject.toml", "--extra", "operator", "--extra", "router"],

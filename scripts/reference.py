@@ -12,9 +12,9 @@ from typing import Any
 
 from poolwright.api.conditions import NOT_OBSERVED, ConditionType, reasons
 from poolwright.api.crd import definition
-from poolwright_engine.cli import PROGRAM, commands, make_parser
-from poolwright_engine.config import BATCH_DEFAULTS, Usage
-from poolwright_engine.options import WITHOUT_EFFECT, Parser
+from poolwright_engine.cli.main import PROGRAM, commands, make_parser
+from poolwright_engine.process.config import BATCH_DEFAULTS, Usage
+from poolwright_engine.process.options import WITHOUT_EFFECT, Parser
 
 Schema = Mapping[str, Any]
 

@@ -10,12 +10,12 @@ import torch
 from bench.gpu.harness import Bench
 from bench.gpu.models import BLOCK_SIZE, greedy, llama_config, random_weights, runner_of
 
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.cuda_graphs import NO_GRAPHS, graph_sizes
-from poolwright_engine.cuda_model import CudaModel
-from poolwright_engine.linear import Linear
-from poolwright_engine.model import LayerWeights, LlamaModel, Weights
-from poolwright_engine.model_config import ModelConfig
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.cuda.graphs import NO_GRAPHS, graph_sizes
+from poolwright_engine.cuda.model import CudaModel
+from poolwright_engine.model.linear import Linear
+from poolwright_engine.model.llama import LayerWeights, LlamaModel, Weights
+from poolwright_engine.model.model_config import ModelConfig
 
 _TIE = 1e-3  # a difference between two logits that rounding may turn over
 
@@ -136,8 +136,8 @@ def _plain(config: ModelConfig, weights: Weights) -> tuple[Any, Any]:
             runner.close()
 
     def logits_of(ids: Sequence[int]) -> torch.Tensor:
-        from poolwright_engine.cpu_attention import AttentionRow
-        from poolwright_engine.model import KVCache
+        from poolwright_engine.model.cpu_attention import AttentionRow
+        from poolwright_engine.model.llama import KVCache
 
         pages = -(-len(ids) // BLOCK_SIZE)
         cache = KVCache(config.kv_shape(torch.float32), 1 + pages, BLOCK_SIZE, torch.float32)

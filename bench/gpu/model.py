@@ -9,10 +9,10 @@ import torch
 from bench.gpu.harness import Bench
 from bench.gpu.models import GREEDY, llama_config, random_weights, runner_of, tables_for
 
-from poolwright_engine.cuda_graphs import NO_GRAPHS, GraphSizes
-from poolwright_engine.cuda_model import CudaModel
-from poolwright_engine.cuda_runner import CudaRunner
-from poolwright_engine.runner import Row, Step
+from poolwright_engine.cuda.graphs import NO_GRAPHS, GraphSizes
+from poolwright_engine.cuda.model import CudaModel
+from poolwright_engine.cuda.runner import CudaRunner
+from poolwright_engine.scheduling.runner import Row, Step
 
 
 def run(bench: Bench) -> str:

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poolwright_engine.cuda_graphs import NO_GRAPHS, GraphSizes
-from poolwright_engine.cuda_model import CudaModel
-from poolwright_engine.cuda_runner import CudaRunner
-from poolwright_engine.linear import Linear
-from poolwright_engine.model import LayerWeights, Weights
-from poolwright_engine.model_config import AttentionKind, ModelConfig
-from poolwright_engine.runner import ModelRunner, Row, Step
-from poolwright_engine.sequence import SamplingParams
+from poolwright_engine.cuda.graphs import NO_GRAPHS, GraphSizes
+from poolwright_engine.cuda.model import CudaModel
+from poolwright_engine.cuda.runner import CudaRunner
+from poolwright_engine.model.linear import Linear
+from poolwright_engine.model.llama import LayerWeights, Weights
+from poolwright_engine.model.model_config import AttentionKind, ModelConfig
+from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
+from poolwright_engine.scheduling.sequence import SamplingParams
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)

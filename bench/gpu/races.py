@@ -5,8 +5,8 @@ from bench.gpu.harness import Bench
 from bench.gpu.models import greedy, llama_config, random_weights, runner_of
 from bench.gpu.paged import LLAMA_8B, paged_batch
 
-from poolwright_engine.cuda_graphs import graph_sizes
-from poolwright_engine.cuda_model import CudaModel
+from poolwright_engine.cuda.graphs import graph_sizes
+from poolwright_engine.cuda.model import CudaModel
 from poolwright_kernels.attention_plan import AttentionShape
 from poolwright_kernels.rms_norm import rms_norm
 from poolwright_kernels.sampling import sample_tokens

@@ -4,10 +4,10 @@ import torch
 from bench.gpu.harness import Bench
 from bench.gpu.models import llama_config, random_weights, runner_of, tables_for
 
-from poolwright_engine.cuda_graphs import GraphSizes
-from poolwright_engine.cuda_model import CudaModel
-from poolwright_engine.runner import Row, Step
-from poolwright_engine.sequence import SamplingParams
+from poolwright_engine.cuda.graphs import GraphSizes
+from poolwright_engine.cuda.model import CudaModel
+from poolwright_engine.scheduling.runner import Row, Step
+from poolwright_engine.scheduling.sequence import SamplingParams
 
 TOKENS = (255, 256, 257, 511, 512, 513)
 

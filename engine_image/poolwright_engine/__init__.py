@@ -5,7 +5,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from poolwright_engine.llm import LLM, SamplingParams
+    from poolwright_engine.offline.llm import LLM, SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 
@@ -13,10 +13,10 @@ __all__ = ["LLM", "SamplingParams"]
 def __getattr__(name: str) -> Any:
     """Late: they bring torch, which most modules of this package must do without."""
     if name in __all__:
-        from poolwright_engine.openmp import spin_briefly
+        from poolwright_engine.process.openmp import spin_briefly
 
         spin_briefly()
-        from poolwright_engine import llm
+        from poolwright_engine.offline import llm
 
         return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

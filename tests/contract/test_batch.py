@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from poolwright_engine.batch import Line, read_requests
-from poolwright_engine.cli import main
+from poolwright_engine.cli.main import main
+from poolwright_engine.offline.batch import Line, read_requests
 from support.engine_process import start_engine
 from support.tiny_llama import write_tiny_llama
 
@@ -142,7 +142,7 @@ def test_a_whole_last_line_without_its_end_is_asked_again(model: Path, tmp_path:
 def test_a_killed_run_loses_no_answer(model: Path, tmp_path: Path) -> None:
     requests = write(tmp_path / "in.jsonl", *[line(str(i), max_tokens=40) for i in range(30)])
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "poolwright_engine.cli", "batch", str(requests), str(output)]
+    command = [sys.executable, "-m", "poolwright_engine", "batch", str(requests), str(output)]
     command += ["--model", str(model), *SMALL, "--max-num-seqs", "2"]
     for ending in (signal.SIGKILL, signal.SIGINT):
         before = output.read_bytes() if output.exists() else b""

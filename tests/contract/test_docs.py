@@ -12,7 +12,7 @@ import yaml
 from poolwright.api.conditions import ConditionType, reasons
 from poolwright.controller import names as child_names
 from poolwright.core.decision import Reason
-from poolwright_engine import cli as engine_cli
+from poolwright_engine.cli import main as engine_cli
 from poolwright_protocol import names
 from support import required
 

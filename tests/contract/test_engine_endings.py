@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
-from poolwright_engine.loader import LoadedModel
-from poolwright_engine.sequence import FinishReason
+from poolwright_engine.checkpoint.loader import LoadedModel
+from poolwright_engine.scheduling.sequence import FinishReason
 from support.api_server import MODEL, ApiServer, events, new_service, serving, serving_model, tiny_model, until
 from support.scripted_runner import ScriptedRunner
 

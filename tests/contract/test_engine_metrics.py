@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from poolwright_engine.engine import EngineStats
-from poolwright_engine.handoff import FailureReason
-from poolwright_engine.loader import LoadedModel
-from poolwright_engine.metrics import EngineMetrics
-from poolwright_engine.sequence import FinishReason
+from poolwright_engine.api.metrics import EngineMetrics
+from poolwright_engine.checkpoint.loader import LoadedModel
+from poolwright_engine.handoff.exchange import FailureReason
+from poolwright_engine.loop.engine import EngineStats
+from poolwright_engine.scheduling.sequence import FinishReason
 from poolwright_protocol.roles import Role, RoleState
 from support.api_server import ApiServer, serving_model, tiny_model, until
 from support.scripted_runner import ScriptedRunner

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from poolwright_engine.cli import main
+from poolwright_engine.cli.main import main
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
 from poolwright_protocol.tickets import PromptMachine
@@ -66,7 +66,7 @@ def test_a_role_set_is_a_role_read(engine: EngineProcess) -> None:
 
 
 def test_a_port_that_is_taken_ends_a_second_engine_with_one_line(engine: EngineProcess, model: Path) -> None:
-    command = [sys.executable, "-m", "poolwright_engine.cli", "serve", "--model", str(model), "--log-level", "error"]
+    command = [sys.executable, "-m", "poolwright_engine", "serve", "--model", str(model), "--log-level", "error"]
     ended = subprocess.run(
         [*command, "--host", engine.host, "--port", str(engine.port)], capture_output=True, text=True, timeout=60
     )
@@ -131,7 +131,7 @@ def test_a_model_may_have_several_names_and_a_key(model: Path) -> None:
 def test_a_model_of_the_hub_is_fetched_while_the_port_answers(model: Path, tmp_path: Path) -> None:
     with serving_hub({"org/tiny": model}) as hub:
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
-        command = [sys.executable, "-m", "poolwright_engine.cli"]
+        command = [sys.executable, "-m", "poolwright_engine"]
         known = {**os.environ, **environment}
         checked = subprocess.run(
             [*command, "check", "org/tiny", *SMALL], env=known, capture_output=True, text=True, timeout=100
@@ -179,7 +179,8 @@ def test_a_prompt_computed_on_another_machine_gives_the_same_text(engine: Engine
 
 _DYING = """
 import sys
-from poolwright_engine import assembly, cli
+from poolwright_engine.cli import main as cli
+from poolwright_engine.process import assembly
 from support.scripted_runner import ScriptedRunner
 
 load = assembly.load

@@ -20,7 +20,9 @@ ASKED = {"prompt": "abc", "max_tokens": 100, "temperature": 0, "ignore_eos": Tru
 # A device that does as it is told, in the place of the real one: the rest of the process is the real one.
 _PROGRAM = """
 import dataclasses, sys, threading
-from poolwright_engine import assembly, cli, scheduler
+from poolwright_engine.cli import main as cli
+from poolwright_engine.process import assembly
+from poolwright_engine.scheduling import scheduler
 from support.scripted_runner import ScriptedRunner
 
 load = assembly.load

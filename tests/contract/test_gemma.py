@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from poolwright_engine.loader import LoadedModel, load_model
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
 from support.gemma_model import ensure_gemma
 from support.parity import (
     TIE,

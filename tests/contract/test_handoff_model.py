@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.sequence import Request
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.scheduling.sequence import Request
 from poolwright_protocol.roles import Role, RolePut
 from support.engine_bed import Machine, machine, request, tokens, until
 

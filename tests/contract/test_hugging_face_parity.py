@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from poolwright_engine.loader import LoadedModel, load_model
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
 from support.gguf_writer import write_gguf
 from support.parity import (
     TIE,

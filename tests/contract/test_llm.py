@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from poolwright_engine import LLM, SamplingParams
-from poolwright_engine.config import ConfigError
-from poolwright_engine.llm import RequestOutput
+from poolwright_engine.offline.llm import RequestOutput
+from poolwright_engine.process.config import ConfigError
 from support.tiny_llama import write_tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

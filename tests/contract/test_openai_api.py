@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from poolwright_engine.loader import LoadedModel
+from poolwright_engine.checkpoint.loader import LoadedModel
 from poolwright_protocol import names
 from support.api_server import MACHINE_UID, MODEL, ApiServer, events, serving_model, tiny_model
 

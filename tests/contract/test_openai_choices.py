@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from poolwright_engine.loader import LoadedModel
+from poolwright_engine.checkpoint.loader import LoadedModel
 from support.api_server import ApiServer, events, serving_model, tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

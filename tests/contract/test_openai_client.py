@@ -11,8 +11,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.sequence import FinishReason
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.scheduling.sequence import FinishReason
 from support.api_server import MODEL, ApiServer, serving_model, until
 from support.scripted_runner import ScriptedRunner
 from support.tiny_llama import write_tiny_llama

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from poolwright_engine.prompts import Prompts
-from poolwright_engine.tokenizer import Tokenizer
+from poolwright_engine.api.prompts import Prompts
+from poolwright_engine.text.tokenizer import Tokenizer
 from support.tiny_llama import write_byte_tokenizer
 
 MEGABYTE = "word and 日本 " * 70_000

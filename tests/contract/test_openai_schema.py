@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from poolwright_engine.loader import LoadedModel
+from poolwright_engine.checkpoint.loader import LoadedModel
 from support.api_server import MODEL, ApiServer, serving_model, tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.sequence import FinishReason
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.scheduling.sequence import FinishReason
 from support.api_server import MODEL, ApiServer, events, serving_model, until
 from support.saying_runner import SayingRunner
 from support.tiny_llama import write_tiny_llama

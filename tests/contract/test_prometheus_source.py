@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def routers() -> Iterator[list[RouterMetrics]]:
 def server(tmp_path: Path, routers: list[RouterMetrics]) -> Iterator[str]:
     with prometheus_server.running(tmp_path, {"pods": [r.target for r in routers]}) as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def idle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of routers that serve nothing, for tests that only read: before the first answer the window has to fill."""
+    with ExitStack() as routers:
+        targets = [routers.enter_context(RouterMetrics(uid)).target for uid in ROUTERS]
+        with prometheus_server.running(tmp_path_factory.mktemp("prometheus"), {"pods": targets}) as url:
+            yield url
 
 
 async def read_until(
@@ -99,8 +109,8 @@ async def test_a_router_that_restarts_does_not_look_like_traffic(server: str, ro
     assert reading.arrivals == about(25)
 
 
-async def test_idle_is_zero_and_complete_from_the_start(server: str) -> None:
-    reading = await read_until(server, complete)
+async def test_idle_is_zero_and_complete_from_the_start(idle_server: str) -> None:
+    reading = await read_until(idle_server, complete)
     assert (reading.state, reading.arrivals, reading.in_flight, reading.ttft.count) == (MetricsState.COMPLETE, 0, 0, 0)
 
 
@@ -121,14 +131,14 @@ async def test_a_router_that_vanished_makes_it_partial_then_stale(server: str, r
         router.listen()  # the fixture closes them
 
 
-async def test_a_live_router_that_is_not_scraped_makes_it_partial(server: str) -> None:
-    reading = await read_until(server, lambda r: r.state is MetricsState.PARTIAL, uids=[*ROUTERS, "router-new"])
+async def test_a_live_router_that_is_not_scraped_makes_it_partial(idle_server: str) -> None:
+    reading = await read_until(idle_server, lambda r: r.state is MetricsState.PARTIAL, uids=[*ROUTERS, "router-new"])
     assert reading.state is MetricsState.PARTIAL
     assert "router-new" in reading.detail
 
 
-async def test_without_any_router_it_is_stale(server: str) -> None:
-    reading = await read_until(server, lambda r: True, uids=[])
+async def test_without_any_router_it_is_stale(idle_server: str) -> None:
+    reading = await read_until(idle_server, lambda r: True, uids=[])
     assert reading.state is MetricsState.STALE
     assert reading.detail == "no router is running"
 
@@ -144,9 +154,9 @@ async def test_a_router_scraped_by_two_jobs_counts_once(tmp_path: Path, routers:
     assert reading.in_flight == 2
 
 
-async def test_another_pool_of_the_same_name_is_not_read(server: str, routers: list[RouterMetrics]) -> None:
-    source = PrometheusSource(PrometheusAccess(server), "other-namespace", "chat")
-    await read_until(server, complete)
+async def test_another_pool_of_the_same_name_is_not_read(idle_server: str) -> None:
+    source = PrometheusSource(PrometheusAccess(idle_server), "other-namespace", "chat")
+    await read_until(idle_server, complete)
     reading = await source.read(WINDOW_SECONDS, ROUTERS, 0.0)
     await source.close()
     assert reading.state is MetricsState.STALE

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from poolwright_engine.cpu_attention import AttentionRow
-from poolwright_engine.linear import Quantization, quantized
-from poolwright_engine.loader import load_model
-from poolwright_engine.model import KVCache
+from poolwright_engine.checkpoint.loader import load_model
+from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.model.linear import Quantization, quantized
+from poolwright_engine.model.llama import KVCache
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300), pytest.mark.usefixtures("one_torch_thread")]
 

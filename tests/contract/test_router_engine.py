@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from poolwright.core.machine import Machine
-from poolwright_engine.loader import LoadedModel
+from poolwright_engine.checkpoint.loader import LoadedModel
 from poolwright_protocol.roles import Role
 from support.api_server import MACHINE_UID, MODEL, ApiServer, serving_model, tiny_model
 from support.router_server import RouterServer, running_router

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.guide import Guides
-from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.loop import EngineLoop, Identity, LoopConfig
-from poolwright_engine.observer import Observer
-from poolwright_engine.scheduler_config import PreemptionMode
-from poolwright_engine.sequence import FinishReason, Guide, GuideKind, Request, SamplingParams, TokenOutput
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
+from poolwright_engine.loop.observer import Observer
+from poolwright_engine.sampling.guide import Guides
+from poolwright_engine.scheduling.scheduler_config import PreemptionMode
+from poolwright_engine.scheduling.sequence import FinishReason, Guide, GuideKind, Request, SamplingParams, TokenOutput
 from support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

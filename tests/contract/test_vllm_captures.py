@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from poolwright_engine.loader import load_model
+from poolwright_engine.checkpoint.loader import load_model
 from support.api_server import ApiServer, events, serving_model
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]

@@ -45,7 +45,9 @@ def _gone(pids: list[int], folder: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("how", ["owner interrupted", "owner killed", "owner and keeper killed"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("owner interrupted", marks=pytest.mark.long), "owner killed", "owner and keeper killed"]
+)
 def test_machine_is_as_before(before: dict[str, str], how: str) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(TESTS)}

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.cuda_graphs import NO_GRAPHS, graph_sizes
-from poolwright_engine.cuda_model import CudaModel
-from poolwright_engine.cuda_runner import CudaRunner, measured_cache_bytes
-from poolwright_engine.guide import Guides
-from poolwright_engine.loader import LoadedModel, load_model
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.cuda.graphs import NO_GRAPHS, graph_sizes
+from poolwright_engine.cuda.model import CudaModel
+from poolwright_engine.cuda.runner import CudaRunner, measured_cache_bytes
+from poolwright_engine.sampling.guide import Guides
 from support.runner_pair import RunnerPair
 from support.tiny_llama import write_tiny_llama
 

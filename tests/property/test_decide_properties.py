@@ -1,5 +1,6 @@
-"""What holds of the policy for any input: budget, minimums, phases, dwell, cap, calm, restarts."""
+"""What holds of the policy for any input: budget, minimums, phases, dwell, cap, calm; restarts, lies, clocks."""
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -7,14 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poolwright.core.decide import decide
-from poolwright.core.decision import MOVING_REASONS, Memory, Reason, Snapshot
+from poolwright.core.decision import MOVING_REASONS, Decision, Memory, Reason, Snapshot
+from poolwright.core.demand import Demand
+from poolwright.core.forecast import Forecast, Offered
 from poolwright.core.machine import Machine
 from poolwright.core.memory import rebuild_memory
-from poolwright.core.reading import HistogramIncrease, MetricsReading, MetricsState
+from poolwright.core.pricing import Links, MachinePrices, Prices
+from poolwright.core.reading import HistogramIncrease, LiveReading, MachineWork, MetricsReading, MetricsState
 from poolwright.core.spec import MachineClass, Mode, PolicySpec, PoolBounds
 from poolwright.core.split import budget_by_class, fillable, starting_split
 from poolwright_protocol.roles import Role
-from support.pool_world import START, M, P, T, World, pool, reading, spec, split
+from poolwright_protocol.step_time import StepCost, StepProfile
+from support.pool_world import PRICES, START, M, P, T, World, pool, reading, spec, split
 
 _CALM = settings(deadline=None, max_examples=50)
 
@@ -36,7 +41,47 @@ def _readings(draw: st.DrawFn) -> MetricsReading:
     )
     if draw(st.integers(0, 19)) == 0:
         seen = replace(seen, tbt=HistogramIncrease((1.0, float("inf")), (3.0, 1.0)))
+    if draw(st.integers(0, 3)) == 0:
+        lies = st.sampled_from([math.nan, math.inf, -math.inf, -5.0, 1e300, 0.0])
+        field = draw(st.sampled_from(["prompt_tokens", "arrivals", "output_tokens", "window_seconds", "in_flight"]))
+        seen = replace(seen, **{field: draw(lies)})  # type: ignore[arg-type]
     return seen
+
+
+_work = st.builds(
+    MachineWork,
+    st.sampled_from([0.0, 500.0, 50_000.0, 1e7, math.nan, -1.0]),
+    st.sampled_from([0.0, 1e5, 1e9, math.inf]),
+    st.sampled_from([0.0, 3.0, 300.0, math.nan]),
+    st.sampled_from([0.0, 5e3, 5e5]),
+    st.booleans(),
+)
+_sound_work = st.builds(
+    MachineWork, st.sampled_from([0.0, 1e5]), st.just(0.0), st.sampled_from([0.0, 500.0]), st.just(1e4)
+)
+
+
+@st.composite
+def _live(draw: st.DrawFn, world: World) -> LiveReading | None:
+    """What routers and engines say now, or said once, or will have said; of machines that may be gone."""
+    if draw(st.booleans()):
+        return None
+    uids = [*(m.uid for m in world.machines), "gone"]
+    one = draw(st.sampled_from([_work, _sound_work, _sound_work]))
+    age = draw(st.sampled_from([0.0, 1.0, 14.0, 60.0, -5.0, math.nan]))
+    return LiveReading(world.now - age, {uid: draw(one) for uid in uids})
+
+
+@st.composite
+def _priced(draw: st.DrawFn, made: PolicySpec) -> Prices:
+    """None, some or all classes with a price; machines from quick to hopeless."""
+    listed = [
+        PRICES,
+        replace(PRICES, profile=StepProfile(StepCost(0.03, 1e-3, 1e-6), StepCost(0.05, 1e-3, 1e-6)), step_tokens=256),
+        replace(PRICES, profile=StepProfile(StepCost(9.0, 0.0, 0.0), StepCost(9.0, 0.0, 0.0))),
+        replace(PRICES, profile=StepProfile(StepCost(0.0, 0.0, 0.0), StepCost(0.0, 0.0, 0.0)), kv_capacity_tokens=10),
+    ]
+    return {c.name: draw(st.sampled_from(listed)) for c in made.classes if draw(st.integers(0, 3)) > 0}
 
 
 # What makes the policy want a move: one objective far off, the other at ease.
@@ -118,6 +163,8 @@ _EVENTS = st.sampled_from(
 @given(st.one_of(_restless, _specs()), st.data())
 def test_any_sequence_keeps_budget_bounds_phases_dwell_and_cap(made: PolicySpec, data: st.DataObject) -> None:
     world = World(made, _unborn(made))
+    world.prices = data.draw(_priced(made))
+    world.links = data.draw(st.sampled_from([None, Links({"c0": "here", "c1": "there"}, 1e12, 1.0)]))
     names = len(world.machines)
     for _ in range(data.draw(st.integers(5, 40))):
         event = data.draw(_EVENTS)
@@ -141,8 +188,12 @@ def test_any_sequence_keeps_budget_bounds_phases_dwell_and_cap(made: PolicySpec,
             world.roll_back_moves()
 
         before = world.machines
-        world.decide(data.draw(st.one_of(_pushes, _pushes, _pushes, _readings())))
+        seen = data.draw(st.one_of(_pushes, _pushes, _pushes, _readings()))
+        snapshot, memory = Snapshot(before, seen, world.prices, data.draw(_live(world)), world.links), world.memory
+        decision = world.decide(seen, snapshot.live)
+        assert decide(world.now, snapshot, made, memory) == (decision, world.memory), "same input, other answer"
         _check_decision(made, before, world)
+        _check_minimums(made, world, decision)
         if event != "slow":
             world.finish_moves()
         world.now += data.draw(st.sampled_from([1.0, 6.0, 6.0, 12.0]))
@@ -167,6 +218,24 @@ def _check_decision(made: PolicySpec, before: tuple[Machine, ...], world: World)
         goes = [m for m in moved if m.move and m.move.to_role in phase]
         if had and took:
             assert sum(settled_after[r] for r in phase) + len(goes) > 0
+
+
+def _check_minimums(made: PolicySpec, world: World, decision: Decision) -> None:
+    """A pool under its minimum was repaired, or no machine that is free to go may take the role; and it is said."""
+    if decision.minimum_unmet == "" or any(m.effective_role is None for m in world.machines):
+        return
+    counts = {r: sum(1 for m in world.machines if _settled(m) and m.role is r) for r in Role}
+    coming = {r: sum(1 for m in world.machines if m.effective_role is r) for r in Role}
+    for role in Role:
+        if f"{role.value} has" not in decision.minimum_unmet:
+            continue
+        for m in world.machines:
+            spare = m.role is not None and m.role is not role and counts[m.role] > made.pools[m.role].minimum
+            if not (_settled(m) and spare and role in made.roles_of(m.machine_class)) or m.role is None:
+                continue
+            phases = [{P, M}, {T, M}]
+            last = any(m.role in ph and role not in ph and sum(counts[r] for r in ph) <= 1 for ph in phases)
+            assert last or coming[role] >= made.pools[role].minimum, (role, m, decision.minimum_unmet)
 
 
 def _settled(machine: Machine) -> bool:
@@ -204,6 +273,7 @@ def test_births_fill_every_minimum_whatever_comes_up_first(made: PolicySpec) -> 
 @_CALM
 @given(_specs(), _readings())
 def test_constant_load_comes_to_rest_without_ever_turning_back(made: PolicySpec, seen: MetricsReading) -> None:
+    """Measured latency that no move changes."""
     world = World(made, _unborn(made))
     for _ in range(80):
         world.step(seen, seconds=20)
@@ -258,3 +328,140 @@ def test_start_is_within_all_bounds_and_classes(made: PolicySpec) -> None:
     counts = starting_split(made)
     assert sum(counts.values()) == made.budget
     assert fillable(counts, budget_by_class(made), made)
+
+
+_offers = st.builds(
+    Offered,
+    st.floats(0.01, 200),
+    st.floats(1, 20_000),
+    st.floats(1, 1000),
+    st.floats(1, 16),
+)
+_profiles = st.builds(
+    lambda fixed, token, kv, mixed: MachinePrices(
+        StepProfile(StepCost(fixed, token, kv), StepCost(fixed * mixed, token, kv)), step_tokens=2048
+    ),
+    st.floats(0.001, 0.05),
+    st.floats(1e-6, 1e-3),
+    st.floats(0, 1e-7),
+    st.floats(1, 2),
+)
+
+
+def _by_class(made: PolicySpec, world: World) -> dict[tuple[str, Role], int]:
+    counts: dict[tuple[str, Role], int] = {}
+    for m in world.machines:
+        if m.role is not None:
+            counts[m.machine_class, m.role] = counts.get((m.machine_class, m.role), 0) + 1
+    return counts
+
+
+@settings(_CALM, max_examples=100)
+@given(st.integers(2, 8), _offers, _profiles)
+def test_constant_offered_work_comes_to_rest_where_no_other_split_is_better(
+    machines: int, offered: Offered, prices: MachinePrices
+) -> None:
+    made = spec(machines, max_moves_per_window=4, window_seconds=20.0)
+    world = World(made, _unborn(made), prices={"c": prices})
+    window = made.metrics_window_seconds
+    arrivals = offered.requests_per_second * window
+    seen = reading(
+        0.5,
+        0.05,
+        ttft_count=arrivals,
+        tbt_count=arrivals * (offered.output_tokens - 1),
+        arrivals=arrivals,
+        prompt_tokens=arrivals * offered.prompt_tokens,
+    )
+    for _ in range(60):
+        world.step(seen, seconds=10)
+    moved = len(world.begun)
+    for _ in range(20):
+        decision = world.step(seen, seconds=10)
+    assert len(world.begun) == moved, decision
+    edges = [(a, b) for _, _, a, b, _ in world.begun]
+    assert len(edges) <= 4 * machines
+
+
+@settings(_CALM, max_examples=100)
+@given(st.integers(2, 12), _offers, _profiles, st.floats(1, 5))
+def test_pressure_grows_with_work_and_falls_with_machines(
+    machines: int, offered: Offered, prices: MachinePrices, more: float
+) -> None:
+    made = spec(machines)
+    counts = {("c", P): machines // 2, ("c", T): machines - machines // 2}
+    now = Demand(made, {"c": prices}, offered)
+    busier = Demand(made, {"c": prices}, replace(offered, requests_per_second=offered.requests_per_second * more))
+    assert busier.pressure(counts).prompt >= now.pressure(counts).prompt - 1e-9
+    assert busier.pressure(counts).token >= now.pressure(counts).token - 1e-9
+    assert busier.machines_wanted(counts) >= now.machines_wanted(counts) - 1e-9
+    larger = {**counts, ("c", P): counts["c", P] + 1}
+    assert now.pressure(larger).prompt <= now.pressure(counts).prompt + 1e-9
+    larger = {**counts, ("c", T): counts["c", T] + 1}
+    assert now.pressure(larger).token <= now.pressure(counts).token + 1e-9
+    slower = replace(prices, profile=StepProfile(prices.profile.decode, _times(prices.profile.mixed, more)))
+    assert Demand(made, {"c": slower}, offered).pressure(counts).prompt >= now.pressure(counts).prompt - 1e-9
+
+
+def _times(cost: StepCost, factor: float) -> StepCost:
+    return StepCost(cost.fixed_seconds * factor, cost.token_seconds * factor, cost.kv_token_seconds * factor)
+
+
+@settings(_CALM, max_examples=100)
+@given(st.integers(2, 8), _offers, _profiles)
+def test_steps_of_a_plan_never_press_more_and_keep_bounds(
+    machines: int, offered: Offered, prices: MachinePrices
+) -> None:
+    made = spec(machines)
+    counts = {("c", P): 1, ("c", T): machines - 1}
+    demand = Demand(made, {"c": prices}, offered)
+    steps, pressed = demand.best(counts, 16)
+    assert pressed.most <= demand.pressure(counts).most + 1e-9
+    for name, a, b in steps:
+        counts[name, a] -= 1
+        counts[name, b] = counts.get((name, b), 0) + 1
+        assert all(n >= 0 for n in counts.values())
+    assert sum(counts.values()) == machines
+    assert counts["c", P] >= 1
+    assert counts["c", T] >= 1
+    assert demand.pressure(counts) == pressed
+
+
+_jumps = st.sampled_from([1.0, 5.0, 60.0, 600.0, -30.0, -1e7, 1e9])
+
+
+@_CALM
+@given(_specs(), st.lists(st.tuples(_jumps, _readings()), min_size=1, max_size=25), st.data())
+def test_a_clock_that_jumps_breaks_nothing(
+    made: PolicySpec, seen: list[tuple[float, MetricsReading]], data: st.DataObject
+) -> None:
+    world = World(made, _unborn(made), prices=data.draw(_priced(made)))
+    for seconds, metrics in seen:
+        before = world.machines
+        decision = world.decide(metrics)
+        _check_decision(made, before, world)
+        assert len(decision.moves) <= made.max_moves_per_window + sum(m.repair for m in decision.moves)
+        assert decision.next_plan_at >= world.now
+        for _, value in decision.evidence:
+            assert value
+        world.finish_moves()
+        world.now += seconds
+
+
+@_CALM
+@given(st.lists(st.tuples(_jumps, _readings()), min_size=1, max_size=30))
+def test_a_forecast_stays_finite_whatever_it_reads(seen: list[tuple[float, MetricsReading]]) -> None:
+    forecast, now = Forecast(), START
+    for seconds, metrics in seen:
+        now += seconds
+        forecast = forecast.read(now, metrics)
+        offered = forecast.offered(now + 30)
+        if offered is not None:
+            numbers = (
+                offered.requests_per_second,
+                offered.prompt_tokens,
+                offered.output_tokens,
+                offered.dispersion,
+                offered.context_tokens,
+            )
+            assert all(math.isfinite(n) and n >= 0 for n in numbers), offered

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from poolwright_engine.engine import Refused
-from poolwright_engine.sequence import FinishReason
+from poolwright_engine.loop.engine import Refused
+from poolwright_engine.scheduling.sequence import FinishReason
 from support.engine_bed import Machine, machine, request
 from support.faulty_wire import Bad, Fault, relay
 from support.scripted_runner import ScriptedRunner, expected

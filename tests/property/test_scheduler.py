@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from poolwright_engine.scheduler_config import Batching, PreemptionMode, SchedulingPolicy
-from poolwright_engine.sequence import Sequence, SequenceState
+from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, SchedulingPolicy
+from poolwright_engine.scheduling.sequence import Sequence, SequenceState
 from poolwright_protocol.kv import blocks_for
 from support.scheduler_bed import SchedulerBed, request
 from support.scripted_runner import ScriptedRunner, expected, next_token

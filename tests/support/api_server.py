@@ -12,16 +12,16 @@ from typing import Any
 import uvicorn
 from openai import AsyncOpenAI, OpenAI
 
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.engine import Engine
-from poolwright_engine.guide import Guides
-from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.loop import EngineLoop, Identity, LoopConfig
-from poolwright_engine.metrics import EngineMetrics
-from poolwright_engine.runner import ModelRunner
-from poolwright_engine.sequence import FinishReason
-from poolwright_engine.server import Served, Service, create_app
-from poolwright_engine.tokenizer import Tokenizer
+from poolwright_engine.api.metrics import EngineMetrics
+from poolwright_engine.api.server import Served, Service, create_app
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.loop.engine import Engine
+from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
+from poolwright_engine.sampling.guide import Guides
+from poolwright_engine.scheduling.runner import ModelRunner
+from poolwright_engine.scheduling.sequence import FinishReason
+from poolwright_engine.text.tokenizer import Tokenizer
 from support.tiny_llama import write_tiny_llama
 
 MODEL = "tiny"

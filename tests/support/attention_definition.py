@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poolwright_engine.cpu_attention import AttentionRow
+from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_kernels.kv_write import slots_of
 
 

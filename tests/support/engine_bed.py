@@ -8,10 +8,10 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from poolwright_engine.handoff import HandoffConfig, KvExchange
-from poolwright_engine.loop import EngineLoop, Identity, LoopConfig
-from poolwright_engine.observer import Observer
-from poolwright_engine.sequence import FinishReason, Request, SamplingParams, TokenOutput
+from poolwright_engine.handoff.exchange import HandoffConfig, KvExchange
+from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
+from poolwright_engine.loop.observer import Observer
+from poolwright_engine.scheduling.sequence import FinishReason, Request, SamplingParams, TokenOutput
 from poolwright_protocol.roles import Role
 from poolwright_protocol.tickets import PromptMachine
 from support.scripted_runner import EOS, ScriptedRunner

@@ -121,7 +121,7 @@ def start_engine(
     pool_key: bytes = POOL_KEY,
     options: Sequence[str] = ("--cpu-threads", "1"),
     environment: Mapping[str, str] | None = None,
-    program: Sequence[str] = (sys.executable, "-m", "poolwright_engine.cli"),
+    program: Sequence[str] = (sys.executable, "-m", "poolwright_engine"),
 ) -> Iterator[EngineProcess]:
     """`ports`: API, admin, KV; without them, three that are free. Does not wait: see `wait_ready`."""
     port, admin_port, kv_port = ports or free_ports(3, host)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from poolwright_engine.cpu_attention import AttentionRow
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.loader import LoadedModel
-from poolwright_engine.model import KVCache
-from poolwright_engine.runner import Row, Step
-from poolwright_engine.sequence import SamplingParams
+from poolwright_engine.checkpoint.loader import LoadedModel
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.model.llama import KVCache
+from poolwright_engine.scheduling.runner import Row, Step
+from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_protocol.kv import blocks_for
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

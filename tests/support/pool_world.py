@@ -8,14 +8,24 @@ from poolwright.core import machine as machines
 from poolwright.core.decide import decide
 from poolwright.core.decision import MOVE_DEADLINE_SECONDS, Decision, Memory, Snapshot
 from poolwright.core.machine import Machine
-from poolwright.core.reading import HistogramIncrease, MetricsReading, MetricsState
+from poolwright.core.pricing import Links, MachinePrices
+from poolwright.core.reading import HistogramIncrease, LiveReading, MetricsReading, MetricsState
 from poolwright.core.spec import MachineClass, Metric, Objective, PolicySpec, PoolBounds
 from poolwright_protocol.buckets import LATENCY_BUCKETS_SECONDS
 from poolwright_protocol.roles import Role
+from poolwright_protocol.step_time import StepCost, StepProfile
 
 BOUNDS = (*LATENCY_BUCKETS_SECONDS, math.inf)
 START = 1_000_000.0
 P, T, M = Role.PROMPT, Role.TOKEN, Role.MIXED
+
+# A step takes 10 ms, 0.1 ms for each token and 1 ms for a million tokens of context.
+PRICES = MachinePrices(
+    StepProfile(decode=StepCost(0.01, 1e-4, 1e-9), mixed=StepCost(0.01, 1e-4, 1e-9)),
+    step_tokens=2048,
+    kv_capacity_tokens=1_000_000,
+    kv_bytes_per_token=100_000,
+)
 
 
 def histogram(seconds: float, count: float) -> HistogramIncrease:
@@ -34,14 +44,17 @@ def reading(
     arrivals: float = 200,
     in_flight: float = 5,
     oldest_waiting: float = 0.0,
+    prompt_tokens: float | None = None,
 ) -> MetricsReading:
-    """200 requests in 20 s. At 0.3 s TTFT, 3 wait for their first token; at 0.02 s TBT, 2 streams decode."""
+    """200 requests in 20 s. At 0.3 s TTFT, 3 wait for a first token; at 0.02 s TBT, 2 streams decode. Prompts have 500
+    tokens, answers eleven."""
     return MetricsReading(
         state=state,
         window_seconds=window,
         ttft=histogram(ttft, ttft_count),
         tbt=histogram(tbt, tbt_count),
         arrivals=arrivals,
+        prompt_tokens=arrivals * 500 if prompt_tokens is None else prompt_tokens,
         in_flight=in_flight,
         oldest_waiting_seconds=oldest_waiting,
         detail="the reason",
@@ -100,10 +113,13 @@ class World:
     now: float = START
     memory: Memory = field(default_factory=Memory)
     begun: list[tuple[float, str, Role, Role, bool]] = field(default_factory=list)  # when, uid, from, to, repair
+    prices: Mapping[str, MachinePrices] = field(default_factory=dict)
+    links: Links | None = None
 
-    def decide(self, seen: MetricsReading) -> Decision:
+    def decide(self, seen: MetricsReading, live: LiveReading | None = None) -> Decision:
         """Decide, begin what was decided, finish nothing yet."""
-        decision, self.memory = decide(self.now, Snapshot(self.machines, seen), self.spec, self.memory)
+        snapshot = Snapshot(self.machines, seen, self.prices, live, self.links)
+        decision, self.memory = decide(self.now, snapshot, self.spec, self.memory)
         for birth in decision.births:
             self._patch(machines.begin(self._of(birth.uid), birth.to_role, self.now, MOVE_DEADLINE_SECONDS, "birth"))
         for move in decision.moves:
@@ -121,9 +137,9 @@ class World:
             if machine.move is not None and machine.move.from_role is not None and not machine.move.rolling_back:
                 self._patch(machines.roll_back(machine, self.now, MOVE_DEADLINE_SECONDS))
 
-    def step(self, seen: MetricsReading, seconds: float = 5.0) -> Decision:
+    def step(self, seen: MetricsReading, seconds: float = 5.0, live: LiveReading | None = None) -> Decision:
         """One tick: decide, do it all, let time pass."""
-        decision = self.decide(seen)
+        decision = self.decide(seen, live)
         self.finish_moves()
         self.now += seconds
         return decision

@@ -9,9 +9,9 @@ import uuid
 
 import uvicorn
 
-from poolwright_engine.admin import create_admin_app
-from poolwright_engine.engine import RoleRefused
-from poolwright_engine.loop import EngineLoop, Identity, LoopConfig
+from poolwright_engine.api.admin import create_admin_app
+from poolwright_engine.loop.engine import RoleRefused
+from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
 from poolwright_protocol.roles import Role, RolePut, RoleState
 from support.scripted_runner import EOS, ScriptedRunner
 

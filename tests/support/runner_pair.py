@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from poolwright_engine.runner import Handle, ModelRunner, Row, Seat, Step, StepResult
-from poolwright_engine.sequence import Guide, GuideKind, SamplingParams, TokenLogprobs
+from poolwright_engine.scheduling.runner import Handle, ModelRunner, Row, Seat, Step, StepResult
+from poolwright_engine.scheduling.sequence import Guide, GuideKind, SamplingParams, TokenLogprobs
 
 CHOICES = Guide(GuideKind.CHOICE, json.dumps(["a long answer", "a short one", "neither"]))
 WORDS = Guide(GuideKind.REGEX, "[a-z ]{3,12}")

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from poolwright_engine.runner import Row, Step, StepResult
-from poolwright_engine.sequence import TokenLogprobs
+from poolwright_engine.scheduling.runner import Row, Step, StepResult
+from poolwright_engine.scheduling.sequence import TokenLogprobs
 from support.scripted_runner import SHAPE
 
 

@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Sequence as Tokens
 from typing import Any
 
-from poolwright_engine.blocks import BlockPool
-from poolwright_engine.runner import Handle, Step, StepResult
-from poolwright_engine.scheduler import Batch, Decision, Scheduler
-from poolwright_engine.scheduler_config import SchedulerConfig
-from poolwright_engine.sequence import FinishReason, Request, SamplingParams, Sequence, TokenOutput
+from poolwright_engine.scheduling.blocks import BlockPool
+from poolwright_engine.scheduling.runner import Handle, Step, StepResult
+from poolwright_engine.scheduling.scheduler import Batch, Decision, Scheduler
+from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
+from poolwright_engine.scheduling.sequence import FinishReason, Request, SamplingParams, Sequence, TokenOutput
 from support.scripted_runner import ScriptedRunner, expected, prompt_logprob
 
 _numbers = itertools.count()

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from poolwright_engine.runner import Row, Step, StepResult
-from poolwright_engine.sequence import Request, SamplingParams, TokenLogprobs
+from poolwright_engine.scheduling.runner import Row, Step, StepResult
+from poolwright_engine.scheduling.sequence import Request, SamplingParams, TokenLogprobs
 from poolwright_protocol.kv import KVShape
 
 T = TypeVar("T")

@@ -1,19 +1,59 @@
-"""Real requests at a fixed rate, from a thread, while the test looks at the cluster."""
+"""Real requests from a thread, while the test looks at the cluster: at a rate that rises until a target is missed."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from poolwright.local.traffic import Client, Outcome, Shape
+from poolwright.local.traffic import Client, Outcome, Shape, percentile, ttfts
+
+RISE = 1.05
+# A queue that grows by a tenth of a second in each second is seen to within this time.
+STEP_SECONDS = 20.0
+LOOKED_AT = 20
+MISSED_SECONDS = 15.0
+
+
+class RisingRate:
+    """Arrivals a second: more in each step, until half of the last requests or more have missed the target for a while.
+
+    That load then stays. It is found by observation, because what machines serve differs from minute to minute and with
+    how much waits; a load that was computed from a measured capacity is missed on one day and met on another.
+    """
+
+    def __init__(self, first_per_second: float, target_seconds: float, now: float) -> None:
+        self.per_second = first_per_second
+        self.found_at: float | None = None
+        self.missed_at: float | None = None
+        self._target_seconds = target_seconds
+        self._step_at = now
+
+    def look(self, outcomes: Sequence[Outcome], now: float) -> None:
+        """`outcomes` are all those that have ended, in that order."""
+        if self.found_at is not None:
+            return
+        last = ttfts(outcomes[-LOOKED_AT:])
+        if len(last) == LOOKED_AT and (percentile(last, 50) or 0.0) > self._target_seconds:
+            self.missed_at = self.missed_at or now
+            if now - self.missed_at >= MISSED_SECONDS:
+                self.found_at = now
+            return
+        self.missed_at = None
+        if now - self._step_at >= STEP_SECONDS:
+            self.per_second *= RISE
+            self._step_at = now
 
 
 class Traffic:
     """As a context: arrivals from begin to end, whatever the answers do; then it waits for what is under way."""
 
-    def __init__(self, url: str, model: str, shape: Shape, per_second: float, seed: int) -> None:
-        self._arguments = (url, model, shape, per_second, seed)
+    def __init__(
+        self, url: str, model: str, shape: Shape, first_per_second: float, target_seconds: float, seed: int
+    ) -> None:
+        self._arguments = (url, model, shape, seed)
+        self.rate = RisingRate(first_per_second, target_seconds, time.monotonic())
         self._stop = threading.Event()
         self._client: Client | None = None
         self._error: BaseException | None = None
@@ -47,9 +87,14 @@ class Traffic:
             self._error = error
 
     async def _send(self) -> None:
-        url, model, shape, per_second, seed = self._arguments
-        self._client = Client(url, model, seed)
+        url, model, shape, seed = self._arguments
+        client = self._client = Client(url, model, seed)
+
+        def per_second() -> float:
+            self.rate.look(client.outcomes, time.monotonic())
+            return self.rate.per_second
+
         try:
-            await self._client.open_loop(shape, per_second, self._stop.is_set)
+            await client.open_loop(shape, per_second, self._stop.is_set)
         finally:
-            await self._client.close()
+            await client.close()

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from poolwright_engine import openai_api, sampling_options, server
+from poolwright_engine.api import openai_api, sampling_options, server
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "engine-api.md"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from poolwright_engine.batch_invariant import BatchInvariantModel
-from poolwright_engine.cpu_attention import AttentionRow
-from poolwright_engine.loader import load_model
-from poolwright_engine.model import KVCache, LlamaModel
+from poolwright_engine.checkpoint.loader import load_model
+from poolwright_engine.model.batch_invariant import BatchInvariantModel
+from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.model.llama import KVCache, LlamaModel
 from support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

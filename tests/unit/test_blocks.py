@@ -2,7 +2,7 @@
 
 import pytest
 
-from poolwright_engine.blocks import BlockPool, BrokenInvariant, HostBlocks
+from poolwright_engine.scheduling.blocks import BlockPool, BrokenInvariant, HostBlocks
 
 
 def pool(num_blocks: int) -> BlockPool:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from poolwright_engine import cpu_attention
-from poolwright_engine.cpu_attention import AttentionRow
+from poolwright_engine.model import cpu_attention
+from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_kernels.kv_write import kv_write, slots_of
 from support.attention_definition import attention_by_definition
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from poolwright_engine import cpu_runner
-from poolwright_engine.cpu_attention import AttentionRow
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.guide import Guides
-from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.runner import Row, Seat, Step, StepResult
-from poolwright_engine.sequence import Guide, GuideKind, SamplingParams, TokenLogprobs
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.cpu import runner as cpu_runner
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.sampling.guide import Guides
+from poolwright_engine.scheduling.runner import Row, Seat, Step, StepResult
+from poolwright_engine.scheduling.sequence import Guide, GuideKind, SamplingParams, TokenLogprobs
 from support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

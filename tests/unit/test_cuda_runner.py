@@ -13,18 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from poolwright_engine import assembly, device_batch
-from poolwright_engine.config import ConfigError, Device, EngineConfig
-from poolwright_engine.cpu_runner import CpuRunner
-from poolwright_engine.cuda_graphs import NO_GRAPHS, GraphSizes, graph_sizes
-from poolwright_engine.cuda_model import CudaModel
-from poolwright_engine.cuda_runner import CudaRunner, cache_bytes_left, largest_steps
-from poolwright_engine.device_batch import DeviceBatch, StepShape
-from poolwright_engine.device_plans import AttentionPlans
-from poolwright_engine.device_sampler import DeviceSampler
-from poolwright_engine.guide import Guides
-from poolwright_engine.loader import LoadedModel, load_model
-from poolwright_engine.runner import Row, Seat, Step
+from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.cuda import batch as device_batch
+from poolwright_engine.cuda.batch import DeviceBatch, StepShape
+from poolwright_engine.cuda.graphs import NO_GRAPHS, GraphSizes, graph_sizes
+from poolwright_engine.cuda.model import CudaModel
+from poolwright_engine.cuda.plans import AttentionPlans
+from poolwright_engine.cuda.runner import CudaRunner, cache_bytes_left, largest_steps
+from poolwright_engine.cuda.sampler import DeviceSampler
+from poolwright_engine.process import assembly
+from poolwright_engine.process.config import ConfigError, Device, EngineConfig
+from poolwright_engine.sampling.guide import Guides
+from poolwright_engine.scheduling.runner import Row, Seat, Step
 from poolwright_kernels import (
     block_copy,
     gated_unit,

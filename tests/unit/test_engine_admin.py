@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from poolwright_engine.admin import create_admin_app
+from poolwright_engine.api.admin import create_admin_app
 from poolwright_protocol import keys
 from poolwright_protocol.roles import Role, RolePut, RoleState
 from support.role_engine import RoleKeeper

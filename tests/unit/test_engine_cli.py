@@ -12,11 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from poolwright_engine import completion
-from poolwright_engine.cli import PROGRAM, _parsed, commands, main, make_parser
-from poolwright_engine.config import ConfigError, EngineConfig, Usage
-from poolwright_engine.options import WITHOUT_EFFECT, config_of, count, flags_without_effect, from_keywords, warnings_of
-from poolwright_engine.scheduler_config import Batching, PreemptionMode, SchedulingPolicy, TokenBudget
+from poolwright_engine.cli import shell_completion
+from poolwright_engine.cli.main import PROGRAM, _parsed, commands, main, make_parser
+from poolwright_engine.process.config import ConfigError, EngineConfig, Usage
+from poolwright_engine.process.options import (
+    WITHOUT_EFFECT,
+    config_of,
+    count,
+    flags_without_effect,
+    from_keywords,
+    warnings_of,
+)
+from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, SchedulingPolicy, TokenBudget
 
 COMMANDS = list(commands(make_parser()))
 
@@ -203,7 +210,7 @@ def test_version_prints_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 def test_help_and_a_wrong_option_bring_no_torch() -> None:
     program = f"""
         import sys
-        from poolwright_engine import cli
+        from poolwright_engine.cli import main as cli
         for words in (["serve", "--help"], ["serve", "/none"], ["serve", "x", "--nosuch"], ["complete", "serve", "--"]):
             try:
                 cli.main(words)
@@ -236,7 +243,7 @@ def test_help_and_a_wrong_option_bring_no_torch() -> None:
     ],
 )
 def test_what_is_offered(words: list[str], found: list[str]) -> None:
-    assert completion.candidates(make_parser(), words) == found
+    assert shell_completion.candidates(make_parser(), words) == found
 
 
 def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
@@ -244,7 +251,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     program = tmp_path / PROGRAM
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m poolwright_engine.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m poolwright_engine "$@"\n')
     program.chmod(0o755)
     script = textwrap.dedent(
         f"""
@@ -260,7 +267,7 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["batch", "--stall-exit-seconds --stall-seconds", "fcfs priority"]
 
 
-@pytest.mark.parametrize("shell", list(completion.SHELLS))
+@pytest.mark.parametrize("shell", list(shell_completion.SHELLS))
 def test_each_shell_has_its_script(shell: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     text = capfd.readouterr().out

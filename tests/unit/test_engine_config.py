@@ -2,7 +2,7 @@
 
 import pytest
 
-from poolwright_engine.config import (
+from poolwright_engine.process.config import (
     BATCH_DEFAULTS,
     TILE_TOKENS,
     ConfigError,
@@ -14,7 +14,7 @@ from poolwright_engine.config import (
     from_environment,
     plan,
 )
-from poolwright_engine.scheduler_config import Batching, PreemptionMode, TokenBudget
+from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, TokenBudget
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
 

@@ -2,7 +2,7 @@
 
 import statistics
 
-from poolwright_engine.scheduler_config import Batching
+from poolwright_engine.scheduling.scheduler_config import Batching
 from support.scheduler_bed import SchedulerBed, request
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolwright_engine.loader import load_model
+from poolwright_engine.checkpoint.loader import load_model
 from poolwright_protocol.flops import ComputeShape
 from support.tiny_llama import write_tiny_llama
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers
 
-from poolwright_engine.guide import MAX_GUIDE_CHARS, GuideError, Guides, GuideState
-from poolwright_engine.sequence import Guide, GuideKind
-from poolwright_engine.tokenizer import Tokenizer
+from poolwright_engine.sampling.guide import MAX_GUIDE_CHARS, GuideError, Guides, GuideState
+from poolwright_engine.scheduling.sequence import Guide, GuideKind
+from poolwright_engine.text.tokenizer import Tokenizer
 from support.tiny_llama import CONFIG, write_byte_tokenizer
 
 VOCAB_SIZE = CONFIG["vocab_size"]
@@ -169,7 +169,7 @@ def test_ids_beyond_the_tokenizer_are_never_allowed(guides: Guides, tokenizer: T
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poolwright_engine import guide as module
+    from poolwright_engine.sampling import guide as module
 
     compiled: list[str] = []
 
@@ -229,7 +229,7 @@ def test_a_vocabulary_whose_words_begin_with_a_space_is_followed_within_a_text()
 
 @pytest.mark.model
 def test_a_real_vocabulary_follows_a_schema(smollm2_path: Path) -> None:
-    from poolwright_engine.loader import load_model
+    from poolwright_engine.checkpoint.loader import load_model
 
     tokenizer = load_model(smollm2_path).tokenizer
     guides = Guides(tokenizer, tokenizer.vocab_size)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from poolwright_engine.handoff import _first_token_params, parts
-from poolwright_engine.sequence import FinishReason, Guide, GuideKind, Request, SamplingParams
+from poolwright_engine.handoff.exchange import _first_token_params, parts
+from poolwright_engine.scheduling.sequence import FinishReason, Guide, GuideKind, Request, SamplingParams
 from poolwright_protocol import handoff as wire
 from poolwright_protocol.kv import KVShape
 from poolwright_protocol.roles import Role, RolePut

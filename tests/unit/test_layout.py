@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import poolwright
+from poolwright_engine import scheduling
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = ("protocol", "operator", "engine_image", "kernels")
@@ -64,22 +65,35 @@ def test_standard_librarys_operator_is_not_shadowed_at_the_root(safe_path: str) 
 
 
 def test_whole_control_plane_imports_without_pytorch() -> None:
+    """Nor numpy, but for simulator and planner, which no service imports."""
     modules = [m.name for m in pkgutil.walk_packages(poolwright.__path__, "poolwright.") if "__main__" not in m.name]
     assert len(modules) > 40
+    simulator = [name for name in modules if name.startswith("poolwright.sim")]
+    services = [name for name in modules if name not in simulator]
+    heavy = ["torch", "triton", "transformers", "poolwright_kernels"]
+    assert imported_by(services, [*heavy, "numpy", "poolwright.sim"]) == []
+    assert imported_by(simulator, heavy) == []
+
+
+def imported_by(modules: list[str], wrong: list[str]) -> list[str]:
+    """Which of those come along in a fresh interpreter, and which rooms of the engine that are not its scheduling."""
     program = f"""
 import importlib, json, sys
 for name in {modules!r}:
     importlib.import_module(name)
-wrong = ("torch", "triton", "numpy", "transformers", "poolwright_engine", "poolwright_kernels")
-print(json.dumps([name for name in wrong if name in sys.modules]))
+rooms = {{name.split(".")[1] for name in sys.modules if name.startswith("poolwright_engine.")}}
+print(json.dumps([*(name for name in {wrong!r} if name in sys.modules), *(rooms - {{"scheduling"}})]))
 """
-    assert json.loads(in_fresh_interpreter(program)) == []
+    return json.loads(in_fresh_interpreter(program))
 
 
 def test_engines_scheduler_imports_without_pytorch() -> None:
-    parts = ("scheduler", "sequence", "blocks", "runner", "engine")
-    imports = "".join(f"import poolwright_engine.{part}\n" for part in parts)
-    assert in_fresh_interpreter(f"{imports}import sys; print('torch' in sys.modules)") == "False\n"
+    modules = [m.name for m in pkgutil.walk_packages(scheduling.__path__, "poolwright_engine.scheduling.")]
+    assert len(modules) > 10
+    imports = "".join(f"import {name}\n" for name in modules)
+    assert in_fresh_interpreter(f"{imports}import sys; print('torch' in sys.modules, 'numpy' in sys.modules)") == (
+        "False False\n"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- map

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from poolwright_engine.linear import (
+from poolwright_engine.model.linear import (
     AUTO,
     ROW_BOUNDS,
     Form,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from poolwright_engine.cpu_attention import AttentionRow
-from poolwright_engine.loader import LoadError, load_model
-from poolwright_engine.model import KVCache, Linear
+from poolwright_engine.checkpoint.loader import LoadError, load_model
+from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.model.llama import KVCache, Linear
 from support.gguf_writer import write_gguf
 from support.tiny_llama import CONFIG, random_weights, write_tiny_llama
 

@@ -5,9 +5,9 @@ from contextlib import aclosing
 
 import pytest
 
-from poolwright_engine.engine import Refused
-from poolwright_engine.scheduler_config import Batching, PreemptionMode, TokenBudget
-from poolwright_engine.sequence import FinishReason
+from poolwright_engine.loop.engine import Refused
+from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, TokenBudget
+from poolwright_engine.scheduling.sequence import FinishReason
 from support.engine_bed import machine, outputs, request, tokens, until
 from support.scripted_runner import ScriptedRunner, expected, prompt_logprob
 

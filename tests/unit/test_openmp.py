@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from poolwright_engine.openmp import SPINS, spin_briefly
+from poolwright_engine.process.openmp import SPINS, spin_briefly
 
 SCRIPT = """
 import os, sys
-from poolwright_engine import cli
+from poolwright_engine.cli import main as cli
 try:
     cli.main(["serve", "/nowhere"])
 except SystemExit:

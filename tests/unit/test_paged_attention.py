@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from poolwright_engine.cpu_attention import AttentionRow, paged_attention, plan_attention
+from poolwright_engine.model.cpu_attention import AttentionRow, paged_attention, plan_attention
 from poolwright_kernels.kv_write import kv_write, slots_of
 from support import attention_definition
 

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from poolwright_engine.budget import StepWork
-from poolwright_engine.scheduler_config import Batching, PreemptionMode, SchedulingPolicy
-from poolwright_engine.sequence import SequenceState
+from poolwright_engine.scheduling.budget import StepWork
+from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, SchedulingPolicy
+from poolwright_engine.scheduling.sequence import SequenceState
 from support.scheduler_bed import SchedulerBed, request
 from support.scripted_runner import expected
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from poolwright_engine.scheduler_config import Batching, PreemptionMode
-from poolwright_engine.sequence import Sequence, SequenceState
+from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode
+from poolwright_engine.scheduling.sequence import Sequence, SequenceState
 from support.scheduler_bed import SchedulerBed, request
 from support.scripted_runner import expected
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from poolwright_engine import profile as profiling
-from poolwright_engine.config import ConfigError
-from poolwright_engine.profile import Point, Shape, fit, fitted, measure, predicted, read, shapes
-from poolwright_engine.scheduler_config import StepCost
+from poolwright_engine.offline.profile import Point, Shape, fit, fitted, measure, predicted, shapes
+from poolwright_engine.process.config import ConfigError
+from poolwright_engine.process.step_profile import FORMAT, read_step_profile
+from poolwright_engine.scheduling.scheduler_config import StepCost
 from support.scripted_runner import ScriptedRunner
 
 COST = StepCost(0.01, 2e-4, 3e-8)
@@ -57,11 +57,11 @@ def test_steps_are_measured_on_the_runner_as_the_loop_would_submit_them() -> Non
 def test_a_file_comes_back_as_the_profile_it_holds_and_others_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     cost = {"fixed_seconds": 0.01, "token_seconds": 2e-4, "kv_token_seconds": 3e-8}
-    path.write_text(json.dumps({"format": profiling.FORMAT, "decode": cost, "mixed": cost}))
-    assert read(path).mixed == COST
+    path.write_text(json.dumps({"format": FORMAT, "decode": cost, "mixed": cost}))
+    assert read_step_profile(path).mixed == COST
     for text in ("no json", "{}", json.dumps({"format": 99}), json.dumps({"format": 1, "decode": {}, "mixed": cost})):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"profile\.json"):
-            read(path)
+            read_step_profile(path)
     with pytest.raises(ConfigError, match=r"missing\.json"):
-        read(tmp_path / "missing.json")
+        read_step_profile(tmp_path / "missing.json")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from poolwright_engine.engine import RoleRefused
+from poolwright_engine.loop.engine import RoleRefused
 from poolwright_protocol.roles import Role, RolePut, RoleState
 from support.engine_bed import Machine, machine, request, tokens, until
 from support.scripted_runner import ScriptedRunner, expected

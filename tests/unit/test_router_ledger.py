@@ -3,9 +3,9 @@
 import pytest
 
 from poolwright.core import routing
+from poolwright.core.ledger import Ledger
 from poolwright.core.machine import Machine
 from poolwright.core.routing import Choice, Route, RoutingRequest
-from poolwright.router.ledger import Ledger
 from poolwright_protocol.roles import Role
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poolwright_engine.guide import Guides
-from poolwright_engine.runner import Seat
-from poolwright_engine.sampler import Logits, NoFiniteLogits, gumbel_noise, logprobs_of, noise_bits, sample
-from poolwright_engine.sequence import Guide, GuideKind, SamplingParams
-from poolwright_engine.slot_memory import SlotMemory, TokenCounts, UnusableParams
-from poolwright_engine.tokenizer import Tokenizer
+from poolwright_engine.cpu.sampler import Logits, NoFiniteLogits, gumbel_noise, logprobs_of, noise_bits, sample
+from poolwright_engine.sampling.guide import Guides
+from poolwright_engine.sampling.slot_memory import SlotMemory, TokenCounts, UnusableParams
+from poolwright_engine.scheduling.runner import Seat
+from poolwright_engine.scheduling.sequence import Guide, GuideKind, SamplingParams
+from poolwright_engine.text.tokenizer import Tokenizer
 from poolwright_kernels import noise as kernel_noise
 from support.tiny_llama import write_byte_tokenizer
 
@@ -98,7 +98,7 @@ def test_noise_is_that_of_the_kernels_for_any_choice_of_tokens(seed: int, positi
 
 def test_noise_is_finite_for_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
     words = np.array([0, 1, 2**32 - 1, 2**32 - 2, 2**31 - 1, 2**31], dtype=np.uint32)
-    monkeypatch.setattr("poolwright_engine.sampler.noise_bits", lambda *_: words)
+    monkeypatch.setattr("poolwright_engine.cpu.sampler.noise_bits", lambda *_: words)
     noise = gumbel_noise(0, 0, words)
     assert np.isfinite(noise).all()
     assert noise[0] == noise.max()

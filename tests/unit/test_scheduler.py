@@ -4,11 +4,18 @@ from typing import Any
 
 import pytest
 
-from poolwright_engine.blocks import BlockPool
-from poolwright_engine.runner import Step, StepResult
-from poolwright_engine.scheduler import Decision, Scheduler
-from poolwright_engine.scheduler_config import SchedulerConfig
-from poolwright_engine.sequence import FinishReason, Request, SamplingParams, Sequence, SequenceState, TokenOutput
+from poolwright_engine.scheduling.blocks import BlockPool
+from poolwright_engine.scheduling.runner import Step, StepResult
+from poolwright_engine.scheduling.scheduler import Decision, Scheduler
+from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
+from poolwright_engine.scheduling.sequence import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+    SequenceState,
+    TokenOutput,
+)
 
 EOS = 0
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from poolwright_engine.runner import Row, Seat
-from poolwright_engine.seats import RowTokens, Seats
-from poolwright_engine.sequence import SamplingParams
+from poolwright_engine.cpu.seats import RowTokens, Seats
+from poolwright_engine.scheduling.runner import Row, Seat
+from poolwright_engine.scheduling.sequence import SamplingParams
 
 ROWS, VOCAB_SIZE, STEPS = 24, 500, 4
 

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from poolwright_engine.tokenizer import Tokenizer, TokenizerUnsupported
+from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
 
 WORDS = (
     "the",

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from poolwright_engine import source
-from poolwright_engine.config import ConfigError
-from poolwright_engine.source import HubName, choose, locate, name_of, parse
+from poolwright_engine.process import source
+from poolwright_engine.process.config import ConfigError
+from poolwright_engine.process.source import HubName, choose, locate, name_of, parse
 from support.hub_server import COMMIT, Hub, serving_hub
 from support.tiny_llama import write_tiny_llama
 

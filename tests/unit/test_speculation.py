@@ -2,10 +2,10 @@
 
 import pytest
 
-from poolwright_engine.ngrams import NgramIndex
-from poolwright_engine.runner import StepResult
-from poolwright_engine.scheduler import Scheduler
-from poolwright_engine.sequence import FinishReason, Sequence
+from poolwright_engine.scheduling.ngrams import NgramIndex
+from poolwright_engine.scheduling.runner import StepResult
+from poolwright_engine.scheduling.scheduler import Scheduler
+from poolwright_engine.scheduling.sequence import FinishReason, Sequence
 from support.scheduler_bed import SchedulerBed, request
 
 

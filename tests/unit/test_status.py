@@ -139,7 +139,7 @@ def test_a_status_that_does_not_parse_is_none(raw: dict[str, object]) -> None:
 
 
 def test_the_last_words_of_an_engine_without_its_model_are_understood() -> None:
-    command = [sys.executable, "-m", "poolwright_engine.cli", "serve", "--model", "/nowhere/model.gguf"]
+    command = [sys.executable, "-m", "poolwright_engine", "serve", "--model", "/nowhere/model.gguf"]
     ended = subprocess.run(
         [*command, "--served-model-name", "tiny"], capture_output=True, text=True, timeout=60, check=False
     )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolwright_engine.stop_strings import StopStrings
+from poolwright_engine.text.stop_strings import StopStrings
 
 
 def run(texts: list[str], stops: list[str], include: bool = False) -> tuple[list[str], str | None]:

@@ -1,6 +1,6 @@
 """What a run came to, and what tokens cost at a given price."""
 
-from poolwright_engine.throughput import Throughput
+from poolwright_engine.offline.throughput import Throughput
 
 
 def test_rates_and_prices_are_the_tokens_over_the_time_and_the_money() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers
 
-from poolwright_engine.tokenizer import ChatTemplateError, Tokenizer, TokenizerUnsupported, TokenTexts
+from poolwright_engine.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerUnsupported, TokenTexts
 from support.tiny_llama import END, write_byte_tokenizer
 
 TEXTS = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolwright_engine.tool_calls import CallForm, CallPart, ToolCalls, form_of, takes_tools
+from poolwright_engine.text.tool_calls import CallForm, CallPart, ToolCalls, form_of, takes_tools
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris, \\"FR\\"", "days": [1, {"a": "}"}]}}'
 TIME = '{"arguments": {}, "name": "time"}'

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from poolwright_engine.engine import Heartbeat
-from poolwright_engine.watchdog import Pulse, Watchdog
+from poolwright_engine.loop.engine import Heartbeat
+from poolwright_engine.process.watchdog import Pulse, Watchdog
 
 
 def test_a_machine_without_work_is_never_stalled() -> None:

@@ -1,0 +1,120 @@
+"""What the policy costs: one routing choice, one choice with a changed ledger, one decision; at 100 machines.
+
+Prints medians of rounds, in microseconds. `python bench/policy_cost.py [--machines 100] [--json FILE]`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from poolwright.core.decide import decide
+from poolwright.core.decision import Memory, Snapshot
+from poolwright.core.ledger import Ledger
+from poolwright.core.machine import Machine
+from poolwright.core.pricing import MachinePrices
+from poolwright.core.reading import HistogramIncrease, LiveReading, MetricsReading, MetricsState
+from poolwright.core.routing import Choice, RoutingRequest, Targets, choose
+from poolwright.core.spec import MachineClass, Metric, Objective, PolicySpec, PoolBounds
+from poolwright_protocol.buckets import LATENCY_BUCKETS_SECONDS
+from poolwright_protocol.roles import Role
+from poolwright_protocol.step_time import StepCost, StepProfile
+
+# Llama-70B on 8 H100, as fitted in the order of magnitude: what is timed does not depend on it.
+PRICES = MachinePrices(
+    StepProfile(decode=StepCost(0.0108, 3.3e-5, 1.3e-8), mixed=StepCost(0.012, 4.1e-5, 1.3e-8)),
+    step_tokens=4096,
+    kv_capacity_tokens=1_500_000,
+    kv_bytes_per_token=327_680,
+)
+TARGETS = Targets(1.0, 0.05)
+_ROUNDS = 200
+
+
+def machines(count: int) -> list[Machine]:
+    """As the default start has them: one mixed, the rest alternating."""
+    roles = [Role.MIXED, *(Role.PROMPT if i % 2 else Role.TOKEN for i in range(count - 1))]
+    return [Machine(f"m{i}", f"u{i}", "c", "10.0.0.1", True, r, 1, 0.0, None, 0.0) for i, r in enumerate(roles)]
+
+
+def spec(count: int) -> PolicySpec:
+    return PolicySpec(
+        objectives=(Objective("ttft", Metric.TTFT, 90, 1.0), Objective("tbt", Metric.TBT, 90, 0.05)),
+        classes=(MachineClass("c", count),),
+        pools={Role.PROMPT: PoolBounds(1), Role.TOKEN: PoolBounds(1), Role.MIXED: PoolBounds(0, 4)},
+        max_moves_per_window=4,
+    )
+
+
+def reading(per_second: float) -> MetricsReading:
+    """Mostly prompts, so that the plan has something to look for."""
+    window = 120.0
+    requests = per_second * window
+    bounds = (*LATENCY_BUCKETS_SECONDS, float("inf"))
+
+    def all_at(seconds: float, count: float) -> HistogramIncrease:
+        return HistogramIncrease(bounds, tuple(count if seconds <= b else 0.0 for b in bounds))
+
+    return MetricsReading(
+        MetricsState.COMPLETE,
+        window,
+        ttft=all_at(0.4, requests),
+        tbt=all_at(0.02, requests * 27),
+        arrivals=requests,
+        prompt_tokens=requests * 2048,
+        output_tokens=requests * 28,
+        in_flight=per_second,
+    )
+
+
+def median_microseconds(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter_ns()
+        work()
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / 1000
+
+
+def measure(count: int) -> dict[str, float]:
+    fleet, ledger = machines(count), Ledger()
+    ledger.keep(m.uid for m in fleet)
+    for m in fleet:
+        ledger.price(m.uid, PRICES)
+    for n in range(count * 8):
+        choice = choose(RoutingRequest(500 + n % 1500), fleet, ledger.loads(0.0), 0.0, TARGETS)
+        assert isinstance(choice, Choice)
+        ledger.begin(choice, 500 + n % 1500, 0.0, output_tokens=200).first_token(0.0)
+    request, loads = RoutingRequest(1000, output_tokens=200), ledger.loads(1.0)
+
+    def choose_and_count() -> None:
+        choice = choose(request, fleet, ledger.loads(1.0), 1.0, TARGETS)
+        if isinstance(choice, Choice):
+            ledger.begin(choice, 1000, 1.0, output_tokens=200).close()
+
+    made, live = spec(count), LiveReading(1000.0, ledger.work())
+    snapshot = Snapshot(tuple(fleet), reading(count * 4.0), {"c": PRICES}, live)
+    memory = decide(1000.0, snapshot, made, Memory())[1]
+    return {
+        "choose_us": median_microseconds(lambda: choose(request, fleet, loads, 1.0, TARGETS)),
+        "choose_with_ledger_us": median_microseconds(choose_and_count),
+        "decide_us": median_microseconds(lambda: decide(1060.0, snapshot, made, memory)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machines", type=int, default=100)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = measure(options.machines)
+    for name, value in found.items():
+        print(f"{name:24} {value:8.1f}")
+    if options.json:
+        options.json.write_text(json.dumps({"machines": options.machines, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

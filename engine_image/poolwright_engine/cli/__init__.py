@@ -1,0 +1,1 @@
+"""The command line `poolwright-engine`: verbs, help, shell completion. Owns words; everything else is called."""

@@ -1,0 +1,342 @@
+"""From options to a running engine: the model found and read, the cache sized, the first token made.
+
+The only module that knows every part. Imported late, since it brings torch; `load` takes seconds and blocks.
+"""
+
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from poolwright_engine.api.metrics import EngineMetrics
+from poolwright_engine.api.sampling_options import draw_seeds_from
+from poolwright_engine.checkpoint.architectures import family_of_folder
+from poolwright_engine.checkpoint.loader import LoadedModel, LoadError, MakeLinear, load_model
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.cuda.graphs import graph_sizes
+from poolwright_engine.cuda.model import CudaModel
+from poolwright_engine.cuda.runner import CudaRunner, measured_cache_bytes
+from poolwright_engine.handoff.exchange import HandoffConfig, KvExchange
+from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
+from poolwright_engine.loop.observer import Observer
+from poolwright_engine.model.batch_invariant import BatchInvariantModel
+from poolwright_engine.model.linear import Quantization, quantized
+from poolwright_engine.model.model_config import ModelConfig
+from poolwright_engine.process import source
+from poolwright_engine.process.config import TILE_TOKENS, ConfigError, Device, EngineConfig, Plan, dtype_on, plan
+from poolwright_engine.process.progress import download_bar
+from poolwright_engine.process.step_profile import read_step_profile
+from poolwright_engine.sampling.guide import Guides
+from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
+from poolwright_engine.scheduling.scheduler_config import StepProfile
+from poolwright_engine.scheduling.sequence import SamplingParams
+from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
+from poolwright_kernels.jit import available as triton_is_there
+from poolwright_protocol.kv import KVShape
+
+log = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0
+_GPU_SHARE = 0.92
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model that has made its first token. `fingerprint` is equal where KV may be exchanged."""
+
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_chars_per_token: int
+    fingerprint: str
+    guides: Guides
+    plan: Plan
+    model: ModelConfig
+    dtype: str
+    step_profile: StepProfile | None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.plan.max_model_len
+
+
+def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts:
+    """Raises ConfigError: a model that cannot be served with these options, in one line."""
+    device = device_of(config)
+    dtype = dtype_on(config, device, stored="float32")
+    step_profile = _step_profile(config)
+    cache = Path(config.download_dir) if config.download_dir else None
+    path = source.locate(config.model, config.revision, cache, _can_serve, fetching)
+    try:
+        loaded = load_model(path, dtype, _logged_reading(), _make_linear(config))
+        tokenizer = _tokenizer(config, loaded.tokenizer)
+    except (LoadError, TokenizerUnsupported) as error:
+        raise ConfigError(str(error)) from error
+    draw_seeds_from(config.seed)
+    guides = Guides(tokenizer, loaded.config.vocab_size)
+    make = _on_cpu if device.kind == "cpu" else _on_gpu
+    runner, planned = make(config, device, loaded, tokenizer, guides)
+    for warning in planned.warnings:
+        log.warning(warning)
+    _first_token(runner)
+    return Parts(
+        runner,
+        tokenizer,
+        loaded.config.vocab_size,
+        max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size)),
+        _fingerprint(loaded, config.block_size, config.quantization),
+        guides,
+        planned,
+        loaded.config,
+        dtype,
+        step_profile,
+    )
+
+
+def device_of(config: EngineConfig) -> Device:
+    """What `--device` comes to on this machine. Raises ConfigError."""
+    available = torch.cuda.is_available() and triton_is_there
+    if config.device == "cpu" or (config.device == "auto" and not available):
+        return Device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device: cuda was asked for, and PyTorch finds no GPU here")
+    if not triton_is_there:
+        raise ConfigError("--device: cuda needs Triton, which is not installed")
+    for option, given, default in (
+        ("--quantization", config.quantization, "none"),
+        ("--batch-invariant", config.batch_invariant, False),
+        ("--cpu-duty-percent", config.cpu_duty_percent, 100),
+    ):
+        if given != default:
+            raise ConfigError(f"{option}: {given} is not supported on a GPU; use --device cpu")
+    properties = torch.cuda.get_device_properties(0)
+    return Device("cuda", properties.name, properties.total_memory)
+
+
+def _on_gpu(
+    config: EngineConfig,
+    device: Device,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    guides: Guides,
+    measure: Callable[..., int] = measured_cache_bytes,
+) -> tuple[ModelRunner, Plan]:
+    """The cache takes what a step of the largest size leaves of the share. Raises ConfigError."""
+    kv_shape = loaded.config.kv_shape(loaded.model.dtype)
+    longest = config.max_model_len or loaded.config.context_length
+    planned = plan(config, device, longest)
+    model = CudaModel(loaded.config, loaded.model.weights, longest, torch.device(device.kind))
+    share = config.gpu_memory_utilization or _GPU_SHARE
+    left = measure(model, config.block_size, planned.max_num_seqs, planned.max_num_batched_tokens, longest, share)
+    num_blocks = kv_shape.blocks_in(max(0, left), config.block_size)
+    what = f"--gpu-memory-utilization: {share:g} of {device.name or device.kind} leaves {max(0, left) >> 20} MiB, which"
+    max_model_len = _max_model_len(config, loaded.config.context_length, kv_shape, num_blocks, what)
+    planned = plan(config, device, max_model_len)
+    runner = CudaRunner(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=planned.max_num_seqs,
+        max_num_batched_tokens=planned.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_host_blocks=kv_shape.blocks_in(planned.swap_space_bytes, config.block_size),
+        eos_token_ids=tokenizer.eos_ids,
+        guides=guides,
+        sizes=graph_sizes(planned.max_num_seqs, planned.max_num_batched_tokens),
+    )
+    return runner, planned
+
+
+def _on_cpu(
+    config: EngineConfig, device: Device, loaded: LoadedModel, tokenizer: Tokenizer, guides: Guides
+) -> tuple[ModelRunner, Plan]:
+    """Raises ConfigError."""
+    kv_shape = loaded.config.kv_shape(loaded.model.dtype)
+    num_blocks = kv_shape.blocks_in(config.kv_cache_mebibytes * 2**20, config.block_size)
+    what = f"--kv-cache-mebibytes: {config.kv_cache_mebibytes} MiB"
+    max_model_len = _max_model_len(config, loaded.config.context_length, kv_shape, num_blocks, what)
+    planned = plan(config, device, max_model_len)
+    model = BatchInvariantModel(loaded.config, loaded.model.weights) if config.batch_invariant else loaded.model
+    runner = CpuRunner(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=planned.max_num_seqs,
+        cpu_threads=config.cpu_threads,
+        duty_percent=config.cpu_duty_percent,
+        num_host_blocks=kv_shape.blocks_in(planned.swap_space_bytes, config.block_size),
+        eos_token_ids=tokenizer.eos_ids,
+        guides=guides,
+    )
+    # A measured form may differ from one start to the next, and with it how sums are rounded.
+    measured = config.cpu_linear_form == "auto" and config.batch_invariant
+    runner.choose_forms("rows" if measured else config.cpu_linear_form)
+    return runner, planned
+
+
+def _step_profile(config: EngineConfig) -> StepProfile | None:
+    return None if config.step_profile is None else read_step_profile(Path(config.step_profile))
+
+
+def _make_linear(config: EngineConfig) -> MakeLinear | None:
+    return None if config.quantization == "none" else partial(quantized, Quantization(config.quantization))
+
+
+def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = None) -> EngineLoop:
+    target = config.tbt_target_milliseconds
+    return EngineLoop(
+        parts.runner,
+        config=LoopConfig(
+            max_model_len=parts.max_model_len,
+            max_num_batched_tokens=parts.plan.max_num_batched_tokens,
+            max_num_seqs=parts.plan.max_num_seqs,
+            max_waiting=config.max_num_queued,
+            chunked_prefill=parts.plan.chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            batching=config.batching,
+            scheduling_policy=config.scheduling_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+            model_identity=parts.fingerprint,
+            watermark=config.watermark,
+            preemption=config.preemption_mode,
+            token_budget=config.token_budget,
+            tbt_target_seconds=None if target is None else target / 1000,
+            tile_tokens=TILE_TOKENS,
+            step_profile=parts.step_profile,
+            static_batch_size=config.static_batch_size,
+            static_window_seconds=config.static_window_milliseconds / 1000,
+            speculative_ngram_tokens=config.num_speculative_tokens,
+        ),
+        identity=Identity(pod_uid=config.pod_uid, role=config.role, role_epoch=config.role_epoch),
+        eos_token_ids=parts.tokenizer.eos_ids,
+        observer=observer,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An engine without ports, for one process's own requests. It refuses none: who asks bounds itself, best to
+    `at_once` requests, which keep all seats taken."""
+
+    parts: Parts
+    engine: EngineLoop
+    metrics: EngineMetrics
+
+    @property
+    def at_once(self) -> int:
+        return 2 * self.parts.plan.max_num_seqs
+
+
+@asynccontextmanager
+async def running(config: EngineConfig) -> AsyncIterator[Running]:
+    """Raises ConfigError. Loading blocks: nobody else is on this event loop yet."""
+    with download_bar() as fetching:
+        parts = load(config, fetching)
+    metrics = EngineMetrics(config.served_model_name, config.pool, config.pool_namespace, config.pod_uid)
+    engine = engine_loop(replace(config, max_num_queued=sys.maxsize), parts, metrics)
+    await engine.start()
+    try:
+        yield Running(parts, engine, metrics)
+    finally:
+        await engine.close()
+
+
+def kv_exchange(config: EngineConfig, parts: Parts, engine: EngineLoop) -> KvExchange:
+    return KvExchange(
+        engine,
+        HandoffConfig(
+            pool_key=config.pool_key,
+            pod_uid=config.pod_uid,
+            advertise_host=config.advertised_host,
+            listen_host=config.host,
+            listen_port=config.kv_port,
+            model_fingerprint=parts.fingerprint,
+        ),
+    )
+
+
+def _can_serve(config_json: Path) -> None:
+    """Before the weights are fetched. Raises ConfigError."""
+    try:
+        architecture = json.loads(config_json.read_text(encoding="utf-8"))["architectures"][0]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"--model: {config_json} does not say what architecture it is of") from error
+    try:
+        family_of_folder(config_json.parent, str(architecture))
+    except LoadError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _tokenizer(config: EngineConfig, own: Tokenizer) -> Tokenizer:
+    """With the template that was asked for. Raises ConfigError."""
+    given = config.chat_template
+    if given is None:
+        return own
+    if not any(mark in given for mark in "{}\n"):  # a path, since a template has at least one of them
+        try:
+            given = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template: {given} cannot be read: {error}") from error
+    try:
+        return own.with_chat_template(given)
+    except TokenizerUnsupported as error:
+        raise ConfigError(f"--chat-template: {error}") from error
+
+
+def _logged_reading() -> source.Progress:
+    last = time.monotonic()
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LOG_SECONDS:
+            last = time.monotonic()
+            log.info("Read the weights done=%s total=%s", source.size(done_bytes), source.size(total_bytes))
+
+    return report
+
+
+def _max_model_len(config: EngineConfig, context_length: int, kv_shape: KVShape, num_blocks: int, what: str) -> int:
+    """What was asked for, or the model's own length as far as the cache holds one such request. `what`: the option that
+    sized the cache, and how large it is."""
+    capacity = (num_blocks - 1) * config.block_size  # block 0 is the null block
+    if capacity < config.block_size:
+        raise ConfigError(f"{what} hold no block of {config.block_size} tokens ({kv_shape.bytes_per_token} bytes each)")
+    asked = config.max_model_len
+    if asked is None:
+        return min(context_length, capacity)
+    if asked > context_length:
+        raise ConfigError(f"--max-model-len: {asked} is more than the {context_length} tokens of the model")
+    if asked > capacity:
+        raise ConfigError(
+            f"--max-model-len: {asked} is more than the {capacity} tokens that the KV cache holds ({what})"
+        )
+    return asked
+
+
+def _first_token(runner: ModelRunner) -> None:
+    """A machine that cannot make one token must not become ready. What it leaves in block 1 is overwritten by use."""
+    row = Row(
+        slot=0,
+        start=0,
+        length=1,
+        token_ids=(0,),
+        block_ids=(1,),
+        samples=True,
+        params=SamplingParams(max_tokens=1, temperature=0.0),
+    )
+    runner.submit(Step(number=0, rows=(row,))).result()
+
+
+def _fingerprint(loaded: LoadedModel, block_size: int, quantization: str) -> str:
+    """Of the weights' shape, their precision and the files' sizes: reading gigabytes again would double the start."""
+    files = [loaded.path] if loaded.path.is_file() else sorted(loaded.path.glob("*.safetensors"))
+    sizes = [file.stat().st_size for file in files]
+    return hashlib.sha256(repr((loaded.config, loaded.dtype, quantization, sizes, block_size)).encode()).hexdigest()
