@@ -71,7 +71,7 @@ def test_server_can_be_taken_away_and_brought_back_with_its_data(api_server: Bed
     api_server.wait_for("the namespace is still there", "get", "namespace", namespace)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_bed_leaves_no_process_and_no_file_when_its_owner_is_killed(how: signal.Signals) -> None:
     program = (
         "import sys, time; from testbed import bed; b = bed.start();"
@@ -92,6 +92,7 @@ def test_bed_leaves_no_process_and_no_file_when_its_owner_is_killed(how: signal.
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_bed_whose_keeper_was_killed_is_swept_by_the_next(api_server: Bed) -> None:
     from testbed import bed, keeper
 

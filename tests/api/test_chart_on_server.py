@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cluster
 CRD = "inferencepools.poolwright.dev"
 SECRET = "poolwright-root"
 # What Kubernetes itself puts into every namespace.
-OF_THE_NAMESPACE = {"configmaps/kube-root-ca.crt", "serviceaccounts/default"}
+OF_THE_NAMESPACE = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
 
 
 @pytest.fixture
@@ -68,11 +68,9 @@ def with_a_field_more(helm: Path, server: Bed, folder: Path) -> Helm:
 def in_namespace(server: Bed, namespace: str) -> set[str]:
     """Everything there, of every kind that can be listed, but Events and what Kubernetes puts there."""
     kinds = server.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name", "--cached=false").stdout
-    found = set()
-    for kind in sorted(set(kinds.split()) - {"events", "events.events.k8s.io"}):
-        for name in server.kubectl("get", kind, "-n", namespace, "-o", "name").stdout.split():
-            found.add(f"{kind.partition('.')[0]}/{name.partition('/')[2]}")
-    return found - OF_THE_NAMESPACE
+    asked = ",".join(sorted(set(kinds.split()) - {"events", "events.events.k8s.io"}))
+    lines = (line.partition("/") for line in server.kubectl("get", asked, "-n", namespace, "-o", "name").stdout.split())
+    return {f"{kind.partition('.')[0]}/{name}" for kind, _, name in lines} - OF_THE_NAMESPACE
 
 
 def on_cluster(server: Bed) -> set[str]:
@@ -137,7 +135,7 @@ def test_uninstall_leaves_the_crd_its_objects_and_the_root_secret(server: Bed, s
     chart.install("pw", system)
     apply_pool(server, system)
     chart.uninstall("pw", system)
-    assert in_namespace(server, system) == {f"secrets/{SECRET}", "inferencepools/chat"}
+    assert in_namespace(server, system) == {f"secret/{SECRET}", "inferencepool/chat"}
     assert on_cluster(server) == {f"customresourcedefinition.apiextensions.k8s.io/{CRD}"}
 
 
@@ -152,7 +150,7 @@ def test_install_again_under_the_same_name_goes_on_with_pools_and_root_secret(
     chart.install("pw", system)
     assert root_secret(server, system) == before
     assert server.get("pwp", "chat", "-n", system)["metadata"]["uid"] == uid
-    assert {"deployments/pw-poolwright"} <= in_namespace(server, system)
+    assert {"deployment/pw-poolwright"} <= in_namespace(server, system)
 
 
 def test_install_under_another_name_says_how_to_adopt_what_was_kept(server: Bed, system: str, chart: Helm) -> None:
@@ -161,7 +159,7 @@ def test_install_under_another_name_says_how_to_adopt_what_was_kept(server: Bed,
     chart.uninstall("old", system)
     refused = chart.install("new", system, check=False)
     assert refused.returncode != 0
-    assert in_namespace(server, system) == {f"secrets/{SECRET}"}, "it did half of an install"
+    assert in_namespace(server, system) == {f"secret/{SECRET}"}, "it did half of an install"
     run_printed_command(server, refused.stderr)
     chart.install("new", system)
     assert root_secret(server, system) == before
@@ -174,7 +172,7 @@ def test_crd_that_was_applied_without_helm_is_adopted_the_same_way(server: Bed, 
     refused = chart.install("pw", system, check=False)
     run_printed_command(server, refused.stderr)
     chart.install("pw", system)
-    assert in_namespace(server, system) >= {f"secrets/{SECRET}", "deployments/pw-poolwright"}
+    assert in_namespace(server, system) >= {f"secret/{SECRET}", "deployment/pw-poolwright"}
 
 
 def run_printed_command(server: Bed, said: str) -> None:

@@ -169,7 +169,7 @@ def smollm2(smollm2_path: Path) -> tuple[LoadedModel, list[Expected]]:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("chunk", [7, 33, 10_000])
 def test_logits_of_the_real_model_are_transformers(smollm2: tuple[LoadedModel, list[Expected]], chunk: int) -> None:
     loaded, answers = smollm2
     expected = answers[0] if chunk < 16 else answers[1]

@@ -533,6 +533,8 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("/v1/completions", {"prompt": "x", "stop_token_ids": [320]}, "stop_token_ids"),
     ("/v1/completions", {"prompt": "x", "top_k": -2}, "top_k"),
     ("/v1/completions", {"prompt": "x", "top_p": 0}, "top_p"),
+    ("/v1/completions", {"prompt": "x", "top_p": 1.1}, "top_p"),
+    ("/v1/completions", {"prompt": "x", "temperature": -0.1}, "temperature"),
     ("/v1/completions", {"prompt": "x", "temperature": "hot"}, "body.temperature"),
     ("/v1/completions", {"prompt": "x", "seed": 2**70}, "body.seed"),
     ("/v1/completions", ["prompt"], "body"),
@@ -596,15 +598,49 @@ async def test_a_clients_mistake_is_a_400_that_names_the_field(
         ("POST", "/v1/completions", {"content": b"{}", "headers": {"content-type": "text/plain"}}, 415),
         ("POST", "/v1/completions", {"content": b"\xff", "headers": {"content-type": "application/json"}}, 400),
         ("POST", "/v1/completions", {"content": b"[" * 100000, "headers": {"content-type": "application/json"}}, 400),
-        ("POST", "/v1/completions", {"content": b"x" * (33 * 2**20)}, 413),
+        ("POST", "/v1/completions", {"content": b"x" * (50 * 10**6)}, 413),
+        ("POST", "/v1/completions", {"json": {"prompt": "x", "max_tokens": "many"}}, 400),
+        ("POST", "/v1/completions", {"json": {"prompt": "x", "stream": True, "max_tokens": 9999}}, 400),
+        ("POST", "/v1/completions", {"json": {"prompt": "x", "model": "nope\n" * 1000}}, 404),
+        ("POST", "/v1/chat/completions", {"json": {"messages": [{"role": "foo", "content": "x"}]}}, 400),
+        ("POST", "/v1/embeddings", {"json": {}}, 404),
+        ("POST", "/v1/completions", {"json": {"prompt": "x"}, "headers": {names.HEADER_MACHINE_UID: "uid-2"}}, 421),
     ],
 )
-async def test_what_is_no_request_has_an_error_body_too(
-    http: httpx.AsyncClient, method: str, path: str, arguments: dict[str, Any], status: int
+async def test_what_is_refused_has_an_error_body_and_one_line_in_the_log(
+    http: httpx.AsyncClient,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+    path: str,
+    arguments: dict[str, Any],
+    status: int,
 ) -> None:
-    answer = await http.request(method, path, **arguments)
+    with caplog.at_level("INFO"):
+        answer = await http.request(method, path, **arguments)
     assert answer.status_code == status
-    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    (line,) = [one.getMessage() for one in caplog.records if one.name.startswith(("poolwright", "uvicorn"))]
+    assert line.startswith(f"Refused a request status={status} method={method} path='{path}' ")
+    assert f"request_id={answer.headers['x-request-id']} " in line
+    assert len(line) < 1000
+    assert "\n" not in line
+
+
+async def test_what_can_be_answered_is_not_in_the_log(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    bodies = [
+        [{"role": "user", "content": ""}],
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "both", "tool_calls": [call]}],
+    ]
+    with caplog.at_level("INFO"):
+        for messages in bodies:
+            answer = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+    assert not [one for one in caplog.records if one.name.startswith(("poolwright", "uvicorn"))]
 
 
 async def test_the_client_raises_its_own_kinds_of_error(client: AsyncOpenAI) -> None:
@@ -632,9 +668,10 @@ async def test_two_clients_may_give_the_same_request_id(http: httpx.AsyncClient,
     )
     assert [answer.headers["x-request-id"] for answer in answers] == ["id", "id"]
     assert answers[0].json()["id"] != answers[1].json()["id"]
-    too_long = await http.post("/v1/completions", json=asked, headers={"x-request-id": "i" * 300})
-    assert too_long.status_code == 200
-    assert too_long.headers["x-request-id"] != "i" * 300
+    for length in (300, 2**20):
+        too_long = await http.post("/v1/completions", json=asked, headers={"x-request-id": "i" * length})
+        assert too_long.status_code == 200
+        assert len(too_long.headers["x-request-id"]) == 32
     raw = await client.completions.with_raw_response.create(model=MODEL, prompt="x", max_tokens=1)
     assert raw.headers["x-request-id"]
     assert raw.parse().id.startswith("cmpl-")

@@ -118,11 +118,14 @@ async def test_best_of_gives_the_likeliest(http: httpx.AsyncClient) -> None:
     assert unasked["choices"][0]["logprobs"] is None
 
 
-async def test_many_prompts_at_once_keep_their_order(http: httpx.AsyncClient) -> None:
-    prompts = [chr(65 + at % 26) * (1 + at % 7) for at in range(60)]
+async def test_a_thousand_prompts_at_once_keep_their_order(http: httpx.AsyncClient) -> None:
+    prompts = [chr(65 + at % 5) * (1 + at % 7) for at in range(1000)]
     together = await ask(http, prompt=prompts, temperature=0, max_tokens=2)
     alone = {prompt: texts(await ask(http, prompt=prompt, temperature=0, max_tokens=2))[0] for prompt in set(prompts)}
     assert texts(together) == [alone[prompt] for prompt in prompts]
+    assert [choice["index"] for choice in together["choices"]] == list(range(1000))
+    assert together["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert together["usage"]["completion_tokens"] == 2000
 
 
 # --- usage -------------------------------------------------------------------------------------------------------
@@ -306,6 +309,47 @@ async def test_masked_tokens_have_finite_log_probabilities(http: httpx.AsyncClie
     answer = await ask(http, prompt="abc", temperature=0, logit_bias={"65": 100}, logprobs=20, min_tokens=4)
     for top in answer["choices"][0]["logprobs"]["top_logprobs"]:
         assert all(-10000 < value <= 0 for value in top.values())
+
+
+async def test_log_probabilities_of_tokens_that_come_together_belong_to_each(
+    http: httpx.AsyncClient, model: LoadedModel
+) -> None:
+    """Of guesses that came true several tokens come from one step; the text repeats itself, so that they do."""
+    text = "ABCABCABC"
+    how: dict[str, Any] = {"temperature": 0, "logit_bias": {"65": 100, "66": 99.9, "67": 99.9}, "max_tokens": 24}
+    asked = {"prompt": text, **how}
+    chat = {"messages": [{"role": "user", "content": text}], **how, "logprobs": True}
+    async with (
+        serving_model(model, speculative_ngram_tokens=3) as guessing,
+        httpx.AsyncClient(base_url=guessing.url, timeout=60) as quick,
+    ):
+        for top in (0, 1, 5):
+            plain, guessed = [(await ask(each, **asked, logprobs=top))["choices"][0] for each in (http, quick)]
+            aligned(guessed["logprobs"], plain["logprobs"])
+            parts = [event["choices"][0]["logprobs"] for event in await stream(quick, **asked, logprobs=top)]
+            aligned({key: [each for part in parts for each in part[key]] for key in parts[0]}, plain["logprobs"])
+            told = [
+                (await ask(each, CHAT, **chat, top_logprobs=top))["choices"][0]["logprobs"]["content"]
+                for each in (http, quick)
+            ]
+            for one, other in zip(*told, strict=True):
+                assert one["token"] == other["token"]
+                assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+                assert len(one["top_logprobs"]) == len(other["top_logprobs"]) == top
+        steps = guessing.sample("vllm:iteration_tokens_total_count")
+        tokens = guessing.sample("vllm:generation_tokens_total")
+        assert steps is not None
+        assert tokens is not None
+        assert steps < tokens * 0.8  # some came together
+        await guessing.until_idle()
+
+
+def aligned(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["tokens"] == expected["tokens"]
+    assert found["text_offset"] == expected["text_offset"]
+    assert found["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=1e-4)
+    assert [set(top) for top in found["top_logprobs"]] == [set(top) for top in expected["top_logprobs"]]
+    assert all(-10000 < value <= 0 for top in found["top_logprobs"] for value in top.values())
 
 
 async def test_tokens_can_be_shown_as_their_ids(http: httpx.AsyncClient) -> None:

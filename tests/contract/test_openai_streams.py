@@ -112,7 +112,8 @@ async def test_the_stop_string_that_ends_first_wins_whatever_the_order(speaker: 
 
 
 async def test_stop_strings_of_wide_characters(speaker: Speaker) -> None:
-    assert (await speaker.completion("東京🦆川", stop=["never", "京🦆"]))[:3] == ("東", "stop", "京🦆")
+    for stops in (["never", "京🦆"], ["川東", "🦆🦆", "京🦆川!", "京🦆"]):
+        assert (await speaker.completion("東京🦆川", stop=stops))[:3] == ("東", "stop", "京🦆")
 
 
 async def test_the_first_token_may_complete_a_stop_string_and_the_prompt_never_does(speaker: Speaker) -> None:
@@ -315,7 +316,30 @@ async def test_a_silent_stream_is_kept_alive_by_comments_that_parsers_skip(speak
     assert texts == ["a", "b", "c"]
     assert lines[:2] == [": keep-alive", ""]
     assert [line for line in lines if line.startswith("data")][-1] == "data: [DONE]"
-    assert all(line == "" or line.startswith(("data: ", ": keep-alive")) for line in lines)
+    assert all(line in ("", ":", ": keep-alive") or line.startswith("data: ") for line in lines)
+
+
+async def test_a_parser_that_strips_each_chunk_loses_no_event_to_a_comment(speaker: Speaker) -> None:
+    """As `vllm bench serve` of vLLM 0.32 does (benchmarks/lib/endpoint_request_func.py): it strips what the network
+    brings, splits at blank lines, and takes what is left where that is a whole event."""
+    speaker.api.service.keep_alive_seconds = 0.02
+    asked: dict[str, Any] = {"prompt": "x", "max_tokens": 3, "stream": True}
+    await speaker.say("abc", "/v1/completions", asked)
+    speaker.runner.gate.clear()
+    found: list[str] = []
+    rest = ""
+    async with speaker.http.stream("POST", "/v1/completions", json=asked) as answer:
+        async for part in answer.aiter_raw():
+            *whole, rest = (rest + part.strip().decode()).split("\n\n")
+            found += whole
+            if rest.startswith("data: ") and (rest == "data: [DONE]" or rest.endswith("}")):
+                found.append(rest)
+                rest = ""
+            speaker.runner.gate.set()
+    assert found[0].startswith(": keep-alive")
+    told = [json.loads(one.removeprefix("data: ")) for one in found if one.startswith("data: {")]
+    assert [event["choices"][0]["text"] for event in told] == ["a", "b", "c"]
+    assert (found[-1], rest) == ("data: [DONE]", "")
 
 
 async def test_a_stream_that_is_not_silent_has_no_comments(speaker: Speaker) -> None:

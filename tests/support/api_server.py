@@ -97,9 +97,9 @@ async def serving(service: Service) -> AsyncIterator[ApiServer]:
 
 @asynccontextmanager
 async def serving_model(
-    loaded: LoadedModel, runner: ModelRunner | None = None, max_model_len: int = 256, max_waiting: int = 1024
+    loaded: LoadedModel, runner: ModelRunner | None = None, max_model_len: int = 256, **options: Any
 ) -> AsyncIterator[ApiServer]:
-    """The API over the real loop. `runner` given: that one steps instead of the model."""
+    """The API over the real loop. `runner` given: that one steps instead of the model. `options` of LoopConfig."""
     service = new_service()
     tokenizer = loaded.tokenizer
     guides = Guides(tokenizer, loaded.config.vocab_size)
@@ -114,9 +114,7 @@ async def serving_model(
             eos_token_ids=tokenizer.eos_ids,
             guides=guides,
         ),
-        config=LoopConfig(
-            max_model_len=max_model_len, max_num_batched_tokens=64, max_num_seqs=16, max_waiting=max_waiting
-        ),
+        config=LoopConfig(max_model_len=max_model_len, max_num_batched_tokens=64, max_num_seqs=16, **options),
         identity=Identity(pod_uid=MACHINE_UID),
         eos_token_ids=tokenizer.eos_ids,
         observer=service.metrics,

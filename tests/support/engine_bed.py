@@ -183,6 +183,7 @@ async def machine(
     try:
         if handoff is not None:
             quick: dict[str, Any] = {
+                "pool_key": POOL_KEY,
                 "connect_seconds": 5.0,
                 "lease_seconds": 5.0,
                 "first_token_seconds": 10.0,
@@ -193,7 +194,6 @@ async def machine(
             here.exchange = KvExchange(
                 engine,
                 HandoffConfig(
-                    pool_key=POOL_KEY,
                     pod_uid=uid,
                     advertise_host="127.0.0.1",
                     listen_host="127.0.0.1",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from poolwright.core import machine as machines
 from poolwright.core.decide import decide
 from poolwright.core.decision import MOVE_DEADLINE_SECONDS, Decision, Memory, Snapshot
-from poolwright.core.machine import Machine
+from poolwright.core.machine import Machine, MachinePatch
 from poolwright.core.pricing import Links, MachinePrices
 from poolwright.core.reading import HistogramIncrease, LiveReading, MetricsReading, MetricsState
 from poolwright.core.spec import MachineClass, Metric, Objective, PolicySpec, PoolBounds
@@ -156,7 +156,7 @@ class World:
     def _of(self, uid: str) -> Machine:
         return next(m for m in self.machines if m.uid == uid)
 
-    def _patch(self, patch: machines.MachinePatch) -> None:
+    def _patch(self, patch: MachinePatch) -> None:
         before = self._of(patch.uid)
         assert before.role_epoch == patch.expected_epoch
         self.machines = tuple(machines.apply(m, patch) if m.uid == patch.uid else m for m in self.machines)

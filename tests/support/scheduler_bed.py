@@ -83,7 +83,8 @@ class SchedulerBed:
         step, handle = self._in_flight.popleft()
         for sequence, output in self.it.update(handle.result(), float(self.number)):
             self.hear(sequence, output)
-        self.first_step.update({s: step.number for s in self.known if self.answers[s] and s not in self.first_step})
+            if self.answers[sequence]:
+                self.first_step.setdefault(sequence, step.number)
         self.check()
 
     def hear(self, sequence: Sequence, output: TokenOutput) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from poolwright.local.traffic import Client, Outcome, Shape, percentile, ttfts
+from poolwright.local.traffic import Client, Outcome, Shape, ttfts
 
 RISE = 1.05
-# A queue that grows by a tenth of a second in each second is seen to within this time.
+# In this time a queue that grows by a tenth of a second in each second is seen to grow.
 STEP_SECONDS = 20.0
-LOOKED_AT = 20
+LOOKED_AT = 12
 MISSED_SECONDS = 15.0
 
 
@@ -30,12 +30,12 @@ class RisingRate:
         self._target_seconds = target_seconds
         self._step_at = now
 
-    def look(self, outcomes: Sequence[Outcome], now: float) -> None:
-        """`outcomes` are all those that have ended, in that order."""
+    def look(self, begun: Sequence[Outcome], now: float) -> None:
+        """`begun` are all requests in order of arrival, under way or ended."""
         if self.found_at is not None:
             return
-        last = ttfts(outcomes[-LOOKED_AT:])
-        if len(last) == LOOKED_AT and (percentile(last, 50) or 0.0) > self._target_seconds:
+        last = known(begun, self._target_seconds, now)[-LOOKED_AT:]
+        if len(last) == LOOKED_AT and met_share(last, self._target_seconds) <= 0.5:
             self.missed_at = self.missed_at or now
             if now - self.missed_at >= MISSED_SECONDS:
                 self.found_at = now
@@ -46,6 +46,16 @@ class RisingRate:
             self._step_at = now
 
 
+def known(begun: Sequence[Outcome], target_seconds: float, now: float) -> list[Outcome]:
+    """Those of which it is known whether they miss the target, however long they have yet to wait."""
+    return [outcome for outcome in begun if now - outcome.started_at > target_seconds]
+
+
+def met_share(outcomes: Sequence[Outcome], target_seconds: float) -> float:
+    met = sum(ttft <= target_seconds for ttft in ttfts(outcomes))
+    return met / len(outcomes) if outcomes else 0.0
+
+
 class Traffic:
     """As a context: arrivals from begin to end, whatever the answers do; then it waits for what is under way."""
 
@@ -54,6 +64,7 @@ class Traffic:
     ) -> None:
         self._arguments = (url, model, shape, seed)
         self.rate = RisingRate(first_per_second, target_seconds, time.monotonic())
+        self._target_seconds = target_seconds
         self._stop = threading.Event()
         self._client: Client | None = None
         self._error: BaseException | None = None
@@ -63,6 +74,12 @@ class Traffic:
     def outcomes(self) -> Sequence[Outcome]:
         """Of the requests that have ended. Times are the monotonic clock's."""
         return tuple(self._client.outcomes) if self._client else ()
+
+    def met_share(self, since: float, now: float) -> float:
+        """Of the requests that arrived since then and of which it is known; 0 of none."""
+        begun = self._client.begun if self._client else []
+        last = [outcome for outcome in known(tuple(begun), self._target_seconds, now) if outcome.started_at >= since]
+        return met_share(last, self._target_seconds)
 
     @property
     def failures(self) -> list[str]:
@@ -91,7 +108,7 @@ class Traffic:
         client = self._client = Client(url, model, seed)
 
         def per_second() -> float:
-            self.rate.look(client.outcomes, time.monotonic())
+            self.rate.look(client.begun, time.monotonic())
             return self.rate.per_second
 
         try:

@@ -1,12 +1,14 @@
 """`poolwright demo`: the example pool on this machine, two phases of real traffic, and a summary that can fail.
 
-Owns the story and its promises. The load is chosen from what is measured unloaded at the start, so that one machine
-more or less in a pool decides between met and missed; everything else is the product as it runs on a cluster.
+Owns the story and its promises. Load and targets are chosen from what is measured at the start, unloaded and loaded, so
+that one machine more or less in a pool decides between met and missed; everything else is the product as it runs on a
+cluster.
 """
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,29 +30,29 @@ from poolwright.controller.ports import Event
 from poolwright.core.machine import Machine
 from poolwright.local.model import WHEEL_BYTES, ModelUnavailable, ensure_demo_model
 from poolwright.local.pool import LocalPool, memory_mebibytes
-from poolwright.local.traffic import Client, Outcome, Shape, percentile, sustained
+from poolwright.local.traffic import Client, Outcome, Shape, percentile, served_while_missed, ttfts
 from poolwright.local.view import Scene, View
 from poolwright_protocol.roles import Role
 
-# Multiples of what is measured unloaded. TTFT: a prompt may wait for one and a half others. TBT: a step may be shared
-# until it takes 1.6 times as long.
+# Of the unloaded TTFT: a prompt may wait for one and a half others.
 TTFT_MULTIPLE = 2.5
-TBT_MULTIPLE = 1.6
 
 PROMPT_WORDS = 60
 # Two tokens: the stream ends as it begins, and nearly all of the work is the prompt.
 PROMPT_HEAVY = Shape(prompt_words=PROMPT_WORDS, output_tokens=2)
 
-# Arrivals over what the starting split sustains, one machine of each role. A mixed machine computes prompts in small
-# chunks, at under half of a prompt machine's speed; two prompt machines sustain about one and a half times as much.
-PROMPT_OVERLOAD = 1.2
-SATURATING_STREAMS = 6
-SATURATION_SECONDS = 12.0
+# Arrivals over what the starting split, one machine of each role, serves while it misses the target. A mixed machine
+# computes prompts in small chunks, at under half of a prompt machine's speed; two prompt machines serve about 1.3 times
+# as much. This is below the middle, since a prompt waits for others well before a pool is full.
+PROMPT_OVERLOAD = 1.1
 # Decode-heavy: prompts that keep one prompt machine this busy, with answers so long that one token machine would
 # always have this many streams. Shared by two machines the same work leaves each with a third of them or fewer, since
-# shorter steps end streams sooner.
+# shorter steps end streams sooner. The target lies in the middle, by ratio, between the steps of the two.
 PROMPT_BUSY_SHARE = 0.65
-DECODE_STREAMS = 8
+DECODE_STREAMS = 9
+DECODE_STREAMS_SHARED = 3
+# As they are measured: long enough for the first stream to go on until the last one's prompt is computed.
+CROWD_TOKENS = 20
 
 PHASE_SECONDS = 62.0
 AFTER_SECONDS = 15.0  # the end of each phase, by which a pool in mode Active should have settled
@@ -66,7 +68,8 @@ class Load:
     """Traffic and targets, chosen once and used for every run."""
 
     ttft_unloaded: float
-    tbt_unloaded: float
+    tbt_crowded: float
+    tbt_shared: float
     prompts_per_second: float
     decode_heavy: Shape
 
@@ -76,11 +79,15 @@ class Load:
 
     @property
     def ttft_target_milliseconds(self) -> int:
-        return max(1, round(self.ttft_unloaded * TTFT_MULTIPLE * 1000))
+        return ttft_target_milliseconds(self.ttft_unloaded)
 
     @property
     def tbt_target_milliseconds(self) -> int:
-        return max(1, round(self.tbt_unloaded * TBT_MULTIPLE * 1000))
+        return max(1, round(math.sqrt(self.tbt_crowded * self.tbt_shared) * 1000))
+
+
+def ttft_target_milliseconds(ttft_unloaded: float) -> int:
+    return max(1, round(ttft_unloaded * TTFT_MULTIPLE * 1000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ class Phase:
     def values(self, start: float, end: float) -> list[float]:
         """Samples of the phase's metric that belong to [start, end): a TTFT by its arrival, a gap by its end."""
         if self.metric == "TTFT":
-            return [o.ttft_seconds for o in self.outcomes if o.ttft_seconds is not None and start <= o.started_at < end]
+            return ttfts(o for o in self.outcomes if start <= o.started_at < end)
         return [
             gap for o in self.outcomes for gap, at in zip(o.gaps_seconds, o.gap_ends, strict=True) if start <= at < end
         ]
@@ -279,38 +286,43 @@ def _split(machines: Sequence[Machine]) -> str:
 
 
 async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene, view: View, seed: int) -> Load:
-    """Unloaded TTFT and TBT; how a step grows with the streams that share it; what the starting split sustains."""
+    """Unloaded TTFT; how a step grows with the streams that share it; what the starting split serves at most."""
     client = Client(pool.supervisor.router_url, manifest["spec"]["model"]["name"], seed)
     try:
         scene.phase = "Measuring unloaded"
         await client.one(PROMPT_HEAVY)  # the first request warms up what is lazily made
-        prompts = [await client.one(PROMPT_HEAVY) for _ in range(3)]
-        long = Shape(PROMPT_WORDS, 12)
-        alone = await client.one(long)
+        ttft = percentile(ttfts([await client.one(PROMPT_HEAVY) for _ in range(3)]), 50)
         decoders = sum(1 for m in await pool.machines.list() if m.role is not Role.PROMPT)
-        scene.phase = f"Measuring {DECODE_STREAMS} streams on each decoding machine"
-        shared = await asyncio.gather(*(client.one(long) for _ in range(DECODE_STREAMS * decoders)))
-        scene.phase = "Measuring what the starting split sustains"
-        prompts_per_second = await sustained(client, PROMPT_HEAVY, SATURATING_STREAMS, SATURATION_SECONDS)
-        if failed := [o.error for o in client.outcomes if o.error]:
-            raise DemoFailed(f"a request failed while the load was measured: {failed[0]}")
+        gaps: list[float | None] = []
+        for streams in (DECODE_STREAMS_SHARED, DECODE_STREAMS):
+            scene.phase = f"Measuring {streams} streams on each decoding machine"
+            long = [client.one(Shape(PROMPT_WORDS, CROWD_TOKENS)) for _ in range(streams * decoders)]
+            gaps.append(percentile([gap for o in await asyncio.gather(*long) for gap in o.gaps_seconds[-4:]], 50))
+        shared, crowded = gaps
+        if not ttft or not shared or not crowded:
+            raise DemoFailed(_failed(client) or "nothing could be measured")
+        scene.phase = "Measuring what the starting split serves while it misses the target"
+        served = await served_while_missed(client, PROMPT_HEAVY, ttft_target_milliseconds(ttft) / 1000)
+        if failed := _failed(client):
+            raise DemoFailed(failed)
     finally:
         await client.close()
-    ttft = percentile([o.ttft_seconds for o in prompts if o.ttft_seconds is not None], 50)
-    tbt = percentile(alone.gaps_seconds[1:], 50)
-    tbt_shared = percentile([gap for o in shared for gap in o.gaps_seconds[-4:]], 50)
-    if not ttft or not tbt or not tbt_shared or not prompts_per_second:
-        raise DemoFailed("nothing could be measured")
     # Little's law: streams = arrivals x tokens x gap.
-    tokens = round(DECODE_STREAMS / (tbt_shared * PROMPT_BUSY_SHARE / ttft))
-    load = Load(ttft, tbt, PROMPT_OVERLOAD * prompts_per_second, Shape(PROMPT_WORDS, max(8, min(64, tokens))))
+    tokens = round(DECODE_STREAMS / (crowded * PROMPT_BUSY_SHARE / ttft))
+    load = Load(ttft, crowded, shared, PROMPT_OVERLOAD * served, Shape(PROMPT_WORDS, max(8, min(64, tokens))))
     view.say(
-        f"Measured: TTFT {ttft * 1000:.0f} ms, TBT {tbt * 1000:.0f} ms unloaded; TBT {tbt_shared * 1000:.0f} ms with "
-        f"{DECODE_STREAMS} streams on a machine; {prompts_per_second:.2f} prompts/s sustained. Targets: "
-        f"TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x, "
-        f"TBT {load.tbt_target_milliseconds} ms = {TBT_MULTIPLE:g}x unloaded"
+        f"Measured: TTFT {ttft * 1000:.0f} ms unloaded; TBT {shared * 1000:.0f} ms with {DECODE_STREAMS_SHARED} "
+        f"streams on a machine, {crowded * 1000:.0f} ms with {DECODE_STREAMS}; {served:.2f} prompts/s "
+        "while TTFT is missed. "
+        f"Targets: TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x unloaded, "
+        f"TBT {load.tbt_target_milliseconds} ms between the two"
     )
     return load
+
+
+def _failed(client: Client) -> str | None:
+    failed = [o.error for o in client.outcomes if o.error]
+    return f"a request failed while the load was measured: {failed[0]}" if failed else None
 
 
 async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View, seed: int) -> Run:
@@ -364,7 +376,7 @@ async def _phase(
 
     counter = asyncio.create_task(count())
     try:
-        await client.open_loop(shape, per_second, lambda: clock() >= end)
+        await client.open_loop(shape, lambda: per_second, lambda: clock() >= end)
     finally:
         counter.cancel()
         await asyncio.gather(counter, return_exceptions=True)
