@@ -1,0 +1,102 @@
+"""Lines fitted to a machine's step times: what `core` prices work by, and what an engine predicts its steps with.
+
+A profile is lines by definition; here the table is measured at points, as `poolwright-engine profile` measures a
+machine. Weights are never negative: a step never costs less for more work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import lsq_linear
+
+from poolwright.core.pricing import MachinePrices
+from poolwright.sim.step_time import Chunk, MachineModel, StepTime
+from poolwright_engine.scheduling import scheduler_config
+from poolwright_engine.scheduling.budget import StepPredictor, StepWork
+from poolwright_protocol.step_time import StepCost, StepProfile
+
+_DECODES = (1, 4, 16, 64, 128, 256)
+_CONTEXTS = (256, 1024, 4096)
+_CHUNKS = (64, 128, 256, 512, 1024, 2048)
+_STARTS = (0, 2048)
+_BESIDE = ((0, 0), (16, 1024), (64, 1024))  # decodes, and the context of each
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """`pair_seconds`: attention of a prompt token to one before it, as far as the table shows it apart. `engine`: the
+    same without that part, which an engine's own predictor does not have."""
+
+    profile: StepProfile
+    pair_seconds: float
+    engine: StepProfile
+
+
+def fit(step_time: StepTime) -> StepFit:
+    decode_rows = [
+        ((1.0, float(decodes), float(decodes * context)), step_time.seconds((), decodes, decodes * context))
+        for decodes in _DECODES
+        for context in _CONTEXTS
+    ]
+    mixed_rows = [
+        (
+            (
+                1.0,
+                float(chunk + decodes),
+                float(start + chunk + decodes * context),
+                chunk * (start + chunk / 2),
+            ),
+            step_time.seconds((Chunk(start, chunk),), decodes, decodes * context),
+        )
+        for chunk in _CHUNKS
+        for start in _STARTS
+        for decodes, context in _BESIDE
+    ]
+    decode = StepCost(*_weights(decode_rows))
+    fixed, token, kv_token, pair = _weights(mixed_rows)
+    without_pairs = [(features[:3], seconds) for features, seconds in mixed_rows]
+    return StepFit(
+        StepProfile(decode, StepCost(fixed, token, kv_token)),
+        pair,
+        StepProfile(decode, StepCost(*_weights(without_pairs))),
+    )
+
+
+def _weights(rows: Sequence[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
+    """Least squares on the relative error."""
+    scaled = np.array([[feature / seconds for feature in features] for features, seconds in rows])
+    largest = scaled.max(axis=0)
+    largest[largest == 0] = 1.0
+    found = lsq_linear(scaled / largest, np.ones(len(rows)), bounds=(0, np.inf), method="bvls", tol=1e-14)
+    return tuple(float(weight) for weight in np.maximum(0.0, found.x) / largest)
+
+
+def prices(model: MachineModel, *, step_tokens: int = 2048, most_streams: int = 256) -> MachinePrices:
+    fitted = fit(model.step_time)
+    return MachinePrices(
+        fitted.profile,
+        step_tokens=step_tokens,
+        most_streams=most_streams,
+        pair_seconds=fitted.pair_seconds,
+        kv_capacity_tokens=model.kv_capacity_tokens,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+    )
+
+
+class FixedPredictor(StepPredictor):
+    """The engine's predictor, fitted once: an engine goes on fitting as it measures, but here the table is the
+    measurement."""
+
+    def __init__(self, step_time: StepTime) -> None:
+        profile = fit(step_time).engine
+        super().__init__(
+            scheduler_config.StepProfile(decode=_engine_cost(profile.decode), mixed=_engine_cost(profile.mixed))
+        )
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Nothing that the table does not say already."""
+
+
+def _engine_cost(cost: StepCost) -> scheduler_config.StepCost:
+    return scheduler_config.StepCost(cost.fixed_seconds, cost.token_seconds, cost.kv_token_seconds)
