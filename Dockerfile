@@ -17,6 +17,7 @@ COPY operator operator
 COPY engine_image engine_image
 COPY kernels kernels
 COPY examples examples
+COPY bench/data bench/data
 RUN /build/venv/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist .
 
 FROM ${BASE_IMAGE} AS control-plane

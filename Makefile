@@ -64,11 +64,11 @@ bench: venv ## Ratios measured in one run: what the router costs, what schedulin
 	@for script in router_streams scheduler_cost attention_plan; do \
 	  echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py $(ARGS) || exit 1; done
 
-bench-engine: venv ## The engine against vLLM, llama.cpp and OpenVINO on this CPU, in turns; writes build/bench/engine.json
-	@PYTHONPATH=bench $(BIN)/python bench/engine_vs.py $(ARGS)
+bench-engine: venv ## The engine against vLLM, llama.cpp and OpenVINO on this CPU, in turns: 20 minutes, into docs/reference
+	@PYTHONPATH=bench $(BIN)/python bench/engine_vs.py --page $(ARGS)
 
-bench-tables: venv ## What each batching strategy does to latency: four tables; writes build/bench/engine_tables.json
-	@$(BIN)/python bench/engine_tables.py $(ARGS)
+bench-tables: venv ## What each batching strategy does to latency: four tables, 12 minutes, into docs/explanation
+	@PYTHONPATH=bench $(BIN)/python bench/engine_tables.py --page $(ARGS)
 
 gpu: ## Prove and measure what needs an NVIDIA GPU, without network (ARGS="--only attention"); into build/gpu
 	@$(GPU_PYTHON) bench/gpu/__main__.py $(ARGS)

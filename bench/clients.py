@@ -4,9 +4,9 @@
 
 Each client runs from an environment of its own, below POOLWRIGHT_BENCH_HOME (default ~/.cache/poolwright/bench), in
 `vllm/` and `guidellm/`; one that is not there is named and left out, or with --require is a failure. Without --url an
-engine is started with the small demo model, without keep-alive comments: after one, `vllm bench serve` takes the next
-event for a part of it. The figures are the clients', by their own definitions: `vllm bench serve` times the first chunk
-with choices, guidellm's time per output token includes the first.
+engine is started with the small demo model, and a keep-alive comment wherever a stream is silent for a twentieth of a
+second, so that these clients meet many. The figures are the clients', by their own definitions: `vllm bench serve`
+times the first chunk with choices, guidellm's time per output token includes the first.
 """
 
 import argparse
@@ -185,7 +185,7 @@ def target_of(options: argparse.Namespace, folder: Path) -> Iterator[Target]:
     command = [
         sys.executable, "-m", "poolwright_engine", "serve", str(path),
         "--served-model-name", "demo",
-        "--sse-keep-alive-interval", "0",
+        "--sse-keep-alive-interval", "0.05",
         "--host", "127.0.0.1",
         "--port", str(port),
         "--admin-port", str(admin_port),

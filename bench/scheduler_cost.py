@@ -9,6 +9,7 @@ at the rate at which they do, and others take their place. The garbage collector
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -110,6 +111,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000, help="of the run that looks for growth")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     arguments = parser.parse_args()
+    gc.collect()
+    gc.freeze()  # as the engine does before it serves
+    gc.set_threshold(10_000)
     costs = [cost(running, 3000) for running in (8, 64, 256)]
     for line in costs:
         print(

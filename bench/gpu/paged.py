@@ -86,7 +86,8 @@ class PagedBatch:
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             capability, processors = properties.major * 10 + properties.minor, properties.multi_processor_count
-        tiles = tiles_for(self.shape.head_size, self.shape.group, has_chunks, self.query.element_size(), capability)
+        sizes = (self.query.element_size(), capability, self.key_cache.element_size())
+        tiles = tiles_for(self.shape.head_size, self.shape.group, has_chunks, *sizes)
         lanes = lanes_of(self.shape, processors * tiles.programs_per_multiprocessor or 8)
         capacity = PlanCapacity(len(self.lens), sum(query for query, _ in self.lens))
         buffers = PlanBuffers(PlanLayout(self.shape, tiles, capacity, lanes, has_chunks), self.device)

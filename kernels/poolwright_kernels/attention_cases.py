@@ -42,10 +42,10 @@ def ahead_of_time_cases(
     scales = {} if kv_dtype == "fp8e4nv" else {"key_scale": None, "value_scale": None}
     heads = kv_heads * group
     for label, has_chunks in (("mixed", True), ("decode", False)):
-        tiles = tiles_for(head_size, group, has_chunks, _ELEMENT_BYTES[dtype], capability)
-        options = attention_options(
-            heads, kv_heads, page_size, head_size, tiles.launch, has_chunks, window, soft_cap, _ELEMENT_BYTES[kv_dtype]
+        tiles = tiles_for(
+            head_size, group, has_chunks, _ELEMENT_BYTES[dtype], capability, cache_bytes=_ELEMENT_BYTES[kv_dtype]
         )
+        options = attention_options(heads, kv_heads, page_size, head_size, tiles.launch, has_chunks, window, soft_cap)
         yield _case(label, hybrid_attention_kernel, pointers, options | scales)
     yield _case("merge", merge_kernel, pointers, merge_options(heads, head_size))
     yield _case(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class Tiles:
     """large: tiles of prefill chunks; small: tiles of decodes. stages counts the page-table load too, so that 5 stages
     are two tiles of keys and values on their way while a third is worked on (Triton halves the distance of a load whose
-    address is loaded)."""
+    address is loaded). one_large_loop: every tile of keys is masked, not only those at an edge, so that two or three
+    loops become one, which takes fewer registers."""
 
     large_rows: int
     large_keys: int
@@ -22,6 +23,7 @@ class Tiles:
     small_stages: int
     warps: int
     programs_per_multiprocessor: int
+    one_large_loop: bool = False
 
     @property
     def registers(self) -> int:
@@ -42,6 +44,7 @@ class Tiles:
             self.small_stages,
             self.warps,
             self.registers,
+            int(self.one_large_loop),
         ]
 
     def large_tokens(self, group: int) -> int:
@@ -52,8 +55,16 @@ class Tiles:
         return self.small_rows // group
 
 
-def tiles_for(head_size: int, group: int, has_chunks: bool, element_bytes: int = 2, capability: int = 90) -> Tiles:
-    """group: query heads for each KV head. element_bytes: of the queries. capability: 80, 90, 100, 120."""
+def tiles_for(
+    head_size: int,
+    group: int,
+    has_chunks: bool,
+    element_bytes: int = 2,
+    capability: int = 90,
+    cache_bytes: int | None = None,
+) -> Tiles:
+    """group: query heads for each KV head. element_bytes: of the queries; cache_bytes: of the cache, None: the same.
+    capability: 80, 90, 100, 120."""
     if head_size > 256:
         raise ValueError(f"head size {head_size} is not supported: at most 256")
     if group > 128:
@@ -66,4 +77,8 @@ def tiles_for(head_size: int, group: int, has_chunks: bool, element_bytes: int =
     if not has_chunks:
         return Tiles(128, keys, 3, small_rows, keys, 5, warps=4, programs_per_multiprocessor=2 if wide else 3)
     large_rows = max(64, small_rows) if wide else 128
-    return Tiles(large_rows, keys, 3, small_rows, keys, 5, warps=8, programs_per_multiprocessor=1)
+    # tcgen05 reads where a tile of 16 elements of the head lies in shared memory from a pair of registers, and the
+    # compiler keeps them for all loops at once: with more than one, heads of 256 do not fit. Nor do they beside the
+    # conversion of an 8-bit cache for wgmma.
+    crowded = head_size > 128 and (100 <= capability < 120 or (cache_bytes == 1 and 90 <= capability < 100))
+    return Tiles(large_rows, keys, 3, small_rows, keys, 5, 8, programs_per_multiprocessor=1, one_large_loop=crowded)

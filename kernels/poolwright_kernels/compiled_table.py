@@ -19,6 +19,7 @@ from typing import Any
 from poolwright_kernels import operation_cases as cases
 from poolwright_kernels.ahead_of_time import TARGETS, AheadOfTimeCase, Compiled
 from poolwright_kernels.attention_cases import ahead_of_time_cases
+from poolwright_kernels.attention_tiles import tiles_for
 from poolwright_kernels.machine_code import Loop
 
 PATHS = {family: Path(__file__).with_name(f"compiled_{family}.json") for family in ("operations", "attention")}
@@ -26,15 +27,22 @@ PATHS = {family: Path(__file__).with_name(f"compiled_{family}.json") for family 
 # The oldest that the project supports, the one that PyTorch 2.13 is built with, and the newest on PyPI.
 TRITON_VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 
-# Bytes of stack that a row may use, by (subject, Triton, target). Only sm_120, the target of workstations, may be here.
-NAMED_SPILLS: dict[tuple[str, str, int], int] = {}
-
 _HEAD_SIZES = (64, 96, 128, 256)
 _GROUPS = (1, 3, 4, 8)
 _FORMATS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8e4nv"))  # of queries, of the cache
 _VARIANTS = ("", " window", " soft-cap")
 _NO_FP8 = (90, 100, 120)  # sm_80 has no instruction for e4m3, and Triton refuses it
 _BEST = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}  # for tiles of 64 rows and more; one warp's mma for fewer
+
+# Bytes of stack that a row may use, outside its loops, by (subject, Triton, target): only sm_120, the target of
+# workstations, may be here. Chunks of heads of 96 elements, as the oldest compiler has them: a tile of half the keys
+# would spill nothing, and cost more in every pass than these do once for an item.
+NAMED_SPILLS: dict[tuple[str, str, int], int] = {
+    (f"attention mixed 96×{group} {dtype}{variant}", TRITON_VERSIONS[0], 120): 32
+    for group in _GROUPS
+    for dtype in ("bf16", "fp16")
+    for variant in _VARIANTS
+}
 
 _MEASURE = 1  # raised when a row says something else of the same machine code
 
@@ -49,7 +57,7 @@ class Subject:
     name: str
     case: Callable[[int], AheadOfTimeCase]  # by target: tiles may differ
     targets: tuple[int, ...] = TARGETS
-    large_loops: int = 0
+    large_loops: Callable[[int], int] = lambda target: 0
     small_loops: int = 0
     width_bits: int = 0
 
@@ -79,18 +87,21 @@ def faults(key: Key, row: Compiled) -> list[str]:
     """What is wrong with a row, in words."""
     name, _, target = key
     subject = subjects()[name]
+    large_loops = subject.large_loops(target)
     wrong = []
     if row.stack_bytes > NAMED_SPILLS.get(key, 0) or (row.spills and key not in NAMED_SPILLS):
         wrong.append(f"{row.stack_bytes} B of registers spilled")
+    if any(loop.spills for loop in row.loops):
+        wrong.append("a loop spills")
     if row.occupancy == 0:
         wrong.append("does not fit on a multiprocessor")
     if min(row.widest_load_bits, row.widest_store_bits) < subject.width_bits:
         wrong.append(f"loads of {row.widest_load_bits} and stores of {row.widest_store_bits} bits")
     multiplying = [loop for loop in row.loops if loop.matrix]
-    if len(multiplying) != subject.large_loops + subject.small_loops:
-        wrong.append(f"{len(multiplying)} loops over tiles, not {subject.large_loops} + {subject.small_loops}")
+    if len(multiplying) != large_loops + subject.small_loops:
+        wrong.append(f"{len(multiplying)} loops over tiles, not {large_loops} + {subject.small_loops}")
     for index, loop in enumerate(multiplying):
-        wanted = _BEST[target] if index < subject.large_loops else "mma"
+        wanted = _BEST[target] if index < large_loops else "mma"
         if [kind for kind, _ in loop.matrix] != [wanted]:
             wrong.append(f"loop {index + 1} multiplies by {', '.join(kind for kind, _ in loop.matrix)}, not {wanted}")
         if loop.asynchronous_copies == 0:
@@ -172,15 +183,22 @@ def _attention() -> Iterator[Subject]:
                 shape = f"{head}×{group} {dtype}{' fp8-kv' if kv_dtype != dtype else ''}"
                 for variant in _VARIANTS:
                     launch = functools.partial(_launch, head, group, dtype, kv_dtype, variant)
-                    large = 3 if "window" in variant else 2  # the window's edge, all visible, the causal edge
+                    large = functools.partial(_large_loops, head, group, 2 if kv_dtype == dtype else 1, variant)
                     mixed, decode = functools.partial(launch, "mixed"), functools.partial(launch, "decode")
-                    yield Subject(f"attention mixed {shape}{variant}", mixed, targets, large, 1)
-                    yield Subject(f"attention decode {shape}{variant}", decode, targets, 0, 1)
+                    yield Subject(f"attention mixed {shape}{variant}", mixed, targets, large, small_loops=1)
+                    yield Subject(f"attention decode {shape}{variant}", decode, targets, small_loops=1)
                 if dtype == kv_dtype == "bf16":
                     merge = functools.partial(_launch, head, group, dtype, kv_dtype, "", "merge")
                     yield Subject(f"attention merge {shape}", merge)
     for group in _GROUPS:
         yield Subject(f"attention plan ×{group}", functools.partial(_launch, 128, group, "bf16", "bf16", "", "plan"))
+
+
+def _large_loops(head: int, group: int, cache_bytes: int, variant: str, target: int) -> int:
+    """The window's edge, what all rows see, the causal edge; or all of it in one."""
+    if tiles_for(head, group, has_chunks=True, capability=target, cache_bytes=cache_bytes).one_large_loop:
+        return 1
+    return 3 if "window" in variant else 2
 
 
 def _launch(head: int, group: int, dtype: str, kv_dtype: str, variant: str, label: str, target: int) -> AheadOfTimeCase:

@@ -27,8 +27,8 @@ from poolwright_kernels.ops import operation
 _LOG2_E = 1.4426950408889634
 _ITEM_FIELDS = tl.constexpr(8)
 _MERGE_FIELDS = tl.constexpr(8)
-# Triton has the assembler allocate registers at level 2, around a fault of its release 13; with 3.9 that spills where
-# keys of 256 elements are converted. From 4 up, and at the assembler's own level, nothing does.
+# Triton has the assembler allocate registers at level 2, around a fault of its release 13 that it does not describe.
+# That release then spills what it could work out again; from level 4 up it does not. Release 12 knows no difference.
 _NO_SPILLS = "--regAllocOptLevel=4"
 _MERGE_PARTS = 16  # parts that a merge weighs at once
 _MERGE_PROGRAMS = 512
@@ -236,12 +236,14 @@ def _attend_item(  # type: ignore[no-untyped-def]
     if HEAD != HEAD_PADDED:
         mask = mask & (dims < HEAD)[None, :]
     result = accumulator * (value_factor / tl.where(total > 0, total, 1.0))[:, None]
-    output_rows = (first_token + token).to(tl.int64) * output_token_stride + head * output_head_stride
-    tl.store(output + output_rows[:, None] + dims[None, :], result.to(output.dtype.element_ty), mask=mask & (slot < 0))
-    partial_rows = (slot + token).to(tl.int64) * HEADS + head
-    tl.store(partial_output + partial_rows[:, None] * HEAD + dims[None, :], result, mask=mask & (slot >= 0))
-    lse = tl.where(total > 0, maximum + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-    tl.store(partial_lse + partial_rows, lse, mask=row_mask & (slot >= 0))
+    if slot < 0:
+        output_rows = (first_token + token).to(tl.int64) * output_token_stride + head * output_head_stride
+        tl.store(output + output_rows[:, None] + dims[None, :], result.to(output.dtype.element_ty), mask=mask)
+    else:
+        partial_rows = (slot + token).to(tl.int64) * HEADS + head
+        tl.store(partial_output + partial_rows[:, None] * HEAD + dims[None, :], result, mask=mask)
+        lse = tl.where(total > 0, maximum + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(partial_lse + partial_rows, lse, mask=row_mask)
 
 
 @jit_with_counts("window", "table_stride")
@@ -277,6 +279,7 @@ def hybrid_attention_kernel(  # type: ignore[no-untyped-def]
     LARGE_ROWS: tl.constexpr,
     LARGE_KEYS: tl.constexpr,
     LARGE_STAGES: tl.constexpr,
+    LARGE_MASKED: tl.constexpr,
     SMALL_ROWS: tl.constexpr,
     SMALL_KEYS: tl.constexpr,
     SMALL_STAGES: tl.constexpr,
@@ -301,7 +304,7 @@ def hybrid_attention_kernel(  # type: ignore[no-untyped-def]
                 partial_output, partial_lse, output, query_token_stride, query_head_stride,
                 page_stride, token_stride, head_stride, table_stride, output_token_stride, output_head_stride,
                 score_scale, value_factor, window, soft_cap, HEADS, group, PAGE, HEAD, HEAD_PADDED,
-                LARGE_ROWS, LARGE_KEYS, LARGE_STAGES, False, HAS_WINDOW, HAS_SOFT_CAP,
+                LARGE_ROWS, LARGE_KEYS, LARGE_STAGES, LARGE_MASKED, HAS_WINDOW, HAS_SOFT_CAP,
             )  # fmt: skip
     for index in range(tl.load(ranges + 2), tl.load(ranges + 3)):
         _attend_item(
@@ -431,7 +434,6 @@ def hybrid_attention_triton(
             has_chunks,
             window > 0,
             soft_cap > 0,
-            key_cache.dtype.itemsize,
         ),
     )
     merge_kernel[(min(_MERGE_PROGRAMS, merges.shape[0] * heads),)](
@@ -455,11 +457,10 @@ def attention_options(
     has_chunks: bool,
     has_window: bool,
     has_soft_cap: bool,
-    cache_bytes: int,  # of an element
 ) -> dict[str, Any]:
     """What is compiled into a launch: nothing here differs from step to step of one kind."""
-    large_rows, large_keys, large_stages, small_rows, small_keys, small_stages, warps, registers = tiles
-    options: dict[str, Any] = {
+    large_rows, large_keys, large_stages, small_rows, small_keys, small_stages, warps, registers, one_loop = tiles
+    return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "PAGE": page_size,
@@ -468,6 +469,7 @@ def attention_options(
         "LARGE_ROWS": large_rows,
         "LARGE_KEYS": large_keys,
         "LARGE_STAGES": large_stages,
+        "LARGE_MASKED": bool(one_loop),
         "SMALL_ROWS": small_rows,
         "SMALL_KEYS": small_keys,
         "SMALL_STAGES": small_stages,
@@ -476,10 +478,8 @@ def attention_options(
         "HAS_SOFT_CAP": has_soft_cap,
         "num_warps": warps,
         "maxnreg": registers,
+        "ptx_options": _NO_SPILLS,
     }
-    if cache_bytes == 1 and head_size > 128:
-        options["ptx_options"] = _NO_SPILLS
-    return options
 
 
 def merge_options(heads: int, head_size: int) -> dict[str, Any]:

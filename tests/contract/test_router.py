@@ -194,6 +194,15 @@ async def test_a_body_that_is_no_request_gets_a_400_in_openais_shape(body: bytes
     assert error["message"]
 
 
+async def test_what_the_router_refuses_itself_is_one_line_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted_engines(mixed=Role.MIXED) as engines, running_router([engines["mixed"].machine]) as router:
+        with caplog.at_level("INFO", "poolwright.router"):
+            await router.http.post("/v1/completions", content=b'{"prompt":')
+    lines = [one.getMessage() for one in caplog.records if one.name == "poolwright.router.exchange"]
+    assert len(lines) == 1
+    assert lines[0].startswith("Refused a request status=400 path=/v1/completions message='JSON decode error")
+
+
 async def test_a_body_over_the_limit_gets_a_413_with_and_without_its_length() -> None:
     async def pieces() -> Any:
         for _ in range(20):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 LENGTHS = (15, 16, 17, 31, 32, 33, 48)
 # In bfloat16 a chunk of another size may round another way; --batch-invariant takes away even that.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def values(entries: list[TokenLogprobs]) -> list[float]:
 
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_a_hit_gives_the_ids_and_log_probabilities_of_a_miss(loaded: dict[str, LoadedModel], length: int) -> None:
-    asked = {"max_tokens": 64, "logprobs": 1}
+    asked: dict[str, Any] = {"max_tokens": 64, "logprobs": 1}
     async with engine(loaded["float32"].model) as here:
         cold = await heard(here, request(prompt(length), **asked))
         hot = await heard(here, request(prompt(length), **asked))
@@ -95,7 +95,7 @@ async def test_in_bfloat16_a_hit_is_near_a_miss_and_its_very_bits_where_the_mode
     model = BatchInvariantModel(one.config, one.model.weights) if invariant else one.model
     async with engine(model) as here:
         for length in LENGTHS:
-            asked = {"max_tokens": 4 if invariant else 1, "logprobs": 1}
+            asked: dict[str, Any] = {"max_tokens": 4 if invariant else 1, "logprobs": 1}
             cold, hot = [await heard(here, request(prompt(length, first=length), **asked)) for _ in range(2)]
             assert hot[2] == (length - 1) // 16 * 16
             if invariant:

@@ -3,7 +3,7 @@ for at the token machine, and through the router."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, str, str | None]]] = {
     "wide characters": ("東京🦆川", {"stop": ["never", "京🦆"]}, ("東", "stop", "京🦆")),
     "cut by the length": ("DEFGHIJ", {"stop": "DEFGHIJ", "max_tokens": 3}, ("DEF", "length", None)),
 }
+ANYWHERE = Seen("", "", "cpu", "127.0.0.1", True, Role.MIXED, 1, 0.0, None, 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ async def pool(model: LoadedModel) -> AsyncIterator[Split]:
             here, url = await stack.enter_async_context(served(model, role.value))
             machines[role], urls[role] = here, url
             assert here.exchange is not None
-            ports = {"api_port": int(url.rsplit(":", 1)[1]), "kv_port": here.exchange.port}
-            seen.append(Seen(role.value, role.value, "cpu", "127.0.0.1", True, role, 1, 0.0, None, 0.0, **ports))
+            api_port, kv_port = int(url.rsplit(":", 1)[1]), here.exchange.port
+            at = replace(ANYWHERE, name=role.value, uid=role.value, role=role, api_port=api_port, kv_port=kv_port)
+            seen.append(at)
         router = await stack.enter_async_context(running_router(seen, local_prompt_tokens=4))
         ticket = {names.HEADER_PROMPT_MACHINE: machines[Role.PROMPT].ticket(key=POOL_KEY)}
         alone, split = [

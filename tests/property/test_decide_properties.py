@@ -159,7 +159,7 @@ _EVENTS = st.sampled_from(
 )
 
 
-@settings(_CALM, max_examples=150)
+@settings(_CALM, max_examples=75)
 @given(st.one_of(_restless, _specs()), st.data())
 def test_any_sequence_keeps_budget_bounds_phases_dwell_and_cap(made: PolicySpec, data: st.DataObject) -> None:
     world = World(made, _unborn(made))
@@ -356,7 +356,7 @@ def _by_class(made: PolicySpec, world: World) -> dict[tuple[str, Role], int]:
     return counts
 
 
-@settings(_CALM, max_examples=100)
+@settings(_CALM, max_examples=30)
 @given(st.integers(2, 8), _offers, _profiles)
 def test_constant_offered_work_comes_to_rest_where_no_other_split_is_better(
     machines: int, offered: Offered, prices: MachinePrices

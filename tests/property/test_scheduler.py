@@ -1,6 +1,7 @@
 """Whatever arrives, shares, is aborted, preempted, handed over or lost, and however late steps are read: the books
 balance after every step, the budget holds, nobody starves, and every token is what the request gets alone."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -278,3 +279,64 @@ def test_tokens_do_not_depend_on_budget_block_size_bound_depth_or_strategy(
     bed.run(depth=ahead, max_prefill_tokens=bound)
     bed.check_answers()
     assert [bed.answers[s] for s in bed.known] == [expected(s.request) for s in bed.known]
+
+
+def test_the_books_balance_over_ten_thousand_random_operations() -> None:
+    """Arrivals that share prefixes, forks of three, aborts of those that wait, are amid a chunk or decode, preemptions,
+    evictions for want of memory, a changed model, and now and then the abort of 64 at once."""
+    random, arrivals = Random(1), 0
+    bed = SchedulerBed(
+        60,
+        4,
+        num_host_blocks=20,  # too few for all: some are recomputed
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        preemption=PreemptionMode.SWAP,
+        watermark=0,
+    )
+
+    def arrive(prompt: list[int], choices: int = 1) -> None:
+        nonlocal arrivals
+        arrivals += 1
+        for choice in range(choices):
+            options = {"temperature": 1.0, "seed": choice, "siblings": f"s{arrivals}" if choices > 1 else None}
+            bed.add(request(prompt, random.randint(1, 12), float(arrivals), **options))
+
+    def words(most: int) -> list[int]:
+        return random.choices(range(1, 900), k=random.randint(1, most))
+
+    aborted_as = set()
+    kinds = ["arrive", "fork", "turn", "abort", "preempt", "new model", "mass abort"]
+    for kind in random.choices(kinds, [8, 3, 70, 9, 8, 1, 0.2], k=10_000):
+        alive = list(bed.it.alive())
+        if kind == "arrive" and len(alive) < 20:
+            arrive([*range(1, random.randint(2, 30)), *words(8)])
+        elif kind == "fork" and len(alive) < 20:
+            arrive(words(30), choices=3)
+        elif kind == "abort" and alive:
+            victim = random.choice(alive)
+            aborted_as.add((victim.state, victim.is_prefilling, victim.num_computed > 0))
+            bed.it.end(victim)
+            bed.it.end(victim)
+        elif kind == "preempt" and bed.it.running:
+            bed.preempt(random.choice(bed.it.running))
+        elif kind == "new model":
+            bed.it.reset_prefix_cache(str(arrivals))
+        elif kind == "mass abort":
+            for _ in range(64 - len(alive)):
+                arrive(words(30))
+            for sequence in list(bed.it.alive()):
+                bed.it.end(sequence)
+        bed.turn()
+    assert aborted_as >= {
+        (SequenceState.WAITING, True, False),
+        (SequenceState.RUNNING, True, True),
+        (SequenceState.RUNNING, False, True),
+    }
+    assert bed.swaps
+    for sequence in list(bed.it.alive()):
+        bed.it.end(sequence)
+    bed.run()
+    bed.check_empty()
+    bed.check_answers(complete=False)

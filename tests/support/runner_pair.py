@@ -175,9 +175,6 @@ class RunnerPair:
             self.free_host.extend(sequence.host)
             sequence.host, sequence.blocks = [], blocks
         sequence.slot = self.slots.pop(self.random.randrange(len(self.slots)))
-        if sequence.computed and sequence.computed == len(sequence.ids) - 1:
-            for runner in self.runners:
-                runner.set_last_sampled(sequence.slot, sequence.ids[-1])
         return True
 
     def _move_some(self) -> None:

@@ -42,9 +42,6 @@ class SayingRunner:
             raise RuntimeError("the device broke")
         return self.said[index] if 0 <= index < len(self.said) else self.end
 
-    def set_last_sampled(self, slot: int, token_id: int) -> None:
-        pass
-
     def read_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int]) -> NoReturn:
         raise RuntimeError("it has no memory")
 

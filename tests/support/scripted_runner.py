@@ -100,9 +100,6 @@ class ScriptedRunner:
         self.steps.append(step)
         return _Handle(self, step.number, self._enqueue(lambda: self._run(step)))
 
-    def set_last_sampled(self, slot: int, token_id: int) -> None:
-        self._enqueue(lambda: self._last_sampled.__setitem__(slot, token_id))
-
     def read_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int]) -> _Lazy:
         ids = self._checked(block_ids)
         return self._enqueue(lambda: self._part(layers, kv_heads)[:, :, ids].tobytes())

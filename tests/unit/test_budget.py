@@ -5,7 +5,8 @@ import random
 import pytest
 
 from poolwright_engine.scheduling.budget import StepPredictor, StepWork
-from poolwright_engine.scheduling.scheduler_config import SchedulerConfig, StepCost, StepProfile, TokenBudget
+from poolwright_engine.scheduling.scheduler_config import SchedulerConfig, TokenBudget
+from poolwright_protocol.step_time import StepCost, StepProfile
 from support.scheduler_bed import SchedulerBed, request
 
 COST = StepCost(0.010, 1e-4, 1e-7)

@@ -137,8 +137,10 @@ def test_kv_carried_to_other_blocks_of_another_runner_goes_on_with_the_same_toke
                 data = here.read_blocks(layers, heads, (8, 6)).result()
                 assert len(data) == 2 * len(layers) * 2 * 4 * len(heads) * shape.head_size * 4
                 there.write_blocks(layers, heads, (20, 3), data)
-        there.set_last_sampled(2, first)
-        assert continue_greedily(there, 2, (20, 3, 21, 22), len(PROMPT), 5) == expected[1:]
+        blocks = (20, 3, 21, 22)
+        arrived = Row(2, len(PROMPT), 1, (first,), blocks, samples=True, params=GREEDY)
+        ((second,),) = there.submit(Step(0, (arrived,))).result().token_ids
+        assert [second, *continue_greedily(there, 2, blocks, len(PROMPT) + 1, 4)] == expected[1:]
     finally:
         here.close()
         there.close()
@@ -179,8 +181,6 @@ def test_an_address_outside_the_cache_is_refused(
 def test_data_of_another_length_than_its_blocks_is_refused(runner: CpuRunner) -> None:
     with pytest.raises(ValueError, match="7 bytes for 1 blocks"):
         runner.write_blocks(range(3), range(2), (1,), bytes(7))
-    with pytest.raises(IndexError):
-        runner.set_last_sampled(4, 1)
 
 
 def test_what_the_device_raises_is_raised_by_the_result_and_the_next_step_runs(runner: CpuRunner) -> None:
@@ -353,7 +353,6 @@ def test_tokens_are_the_same_after_a_hand_off(loaded: LoadedModel, alone: dict[s
         first = Stream(here, KINDS[name], 0, range(1, 3)).run(1)
         whole = (range(here.kv_shape.layers), range(here.kv_shape.kv_heads))
         there.write_blocks(*whole, (5, 6), here.read_blocks(*whole, (1, 2)).result())
-        there.set_last_sampled(2, first[0])
         stream = Stream(there, KINDS[name], 2, range(5, 13))
         stream.output, stream._computed = list(first), len(PROMPT)
         assert stream.run(16) == alone[name]

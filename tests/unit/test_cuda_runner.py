@@ -236,6 +236,29 @@ def test_the_cache_of_a_gpu_takes_what_its_steps_leave(loaded: LoadedModel) -> N
         )  # fmt: skip
 
 
+def test_the_cache_of_a_gpu_may_be_asked_for_within_what_its_steps_leave(loaded: LoadedModel) -> None:
+    config = EngineConfig(model="m", served_model_names=("m",), max_num_seqs=4, max_num_batched_tokens=32, block_size=4)
+    guides = Guides(loaded.tokenizer, 320)
+    device, left = Device("cpu", "a GPU", 2**37), lambda *sizes: 8 << 20
+    asked = replace(config, kv_cache_mebibytes=1)
+    runner, _ = assembly._on_gpu(asked, device, loaded, loaded.tokenizer, guides, left)
+    runner.close()
+    assert runner.num_blocks == loaded.config.kv_shape(torch.float32).blocks_in(1 << 20, 4)
+    with pytest.raises(ConfigError, match=r"--kv-cache-mebibytes: 9 MiB do not fit; .* leaves 8 MiB"):
+        assembly._on_gpu(replace(config, kv_cache_mebibytes=9), device, loaded, loaded.tokenizer, guides, left)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_eager_means_steps_without_graphs(loaded: LoadedModel, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model="m", served_model_names=("m",), max_num_seqs=4, enforce_eager=eager, block_size=4)
+    made: list[GraphSizes] = []
+    monkeypatch.setattr(assembly, "CudaRunner", lambda model, **options: made.append(options["sizes"]))
+    assembly._on_gpu(
+        config, Device("cpu"), loaded, loaded.tokenizer, Guides(loaded.tokenizer, 320), lambda *sizes: 8 << 20
+    )
+    assert bool(made[0].decode_rows) is bool(made[0].mixed_tokens) is not eager
+
+
 def test_the_largest_steps_run(loaded: LoadedModel) -> None:
     runner = on_device(loaded, None)
     for step in largest_steps(4, 200, MAX_MODEL_LEN, 4):

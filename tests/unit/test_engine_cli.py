@@ -126,14 +126,17 @@ def test_a_wrong_command_line_is_answered_with_what_is_wrong(
 
 def test_flags_without_effect_are_accepted_and_each_is_warned_of() -> None:
     removed = ["--disable-log-requests", "--num-scheduler-steps", "8", "--max-seq-len-to-capture=8192"]
-    options = _parsed(["serve", "m/m", *removed, "--no-async-scheduling", *["--enforce-eager"] * 2, "--port", "1"])
+    options = _parsed(
+        ["serve", "m/m", *removed, "--no-async-scheduling", *["--optimization-level", "3"] * 2, "--port", "1"]
+    )
     assert options.port == 1
     assert warnings_of(options) == [
         "--disable-log-requests has no effect: vLLM removed it",
         "--num-scheduler-steps has no effect: vLLM removed it",
         "--max-seq-len-to-capture has no effect: vLLM removed it",
         "--no-async-scheduling has no effect: the loop always schedules a step ahead",
-        "--enforce-eager has no effect: nothing is compiled or captured on a CPU",
+        "--optimization-level has no effect: nothing is compiled, and the graphs of a GPU have sizes of their own; "
+        "see --enforce-eager",
     ]
 
 
@@ -153,8 +156,8 @@ def test_keywords_of_the_offline_engine_are_the_same_flags() -> None:
     assert made.usage is Usage.OFFLINE
     assert (made.max_model_len, made.enable_prefix_caching, made.dtype) == (2048, False, "bfloat16")
     assert (made.max_num_batched_tokens, made.served_model_names) == (4000, ("a", "b"))
+    assert made.enforce_eager
     assert [warning.split()[0] for warning in warnings] == [
-        "--enforce-eager",
         "--no-trust-remote-code",
         "--disable-log-stats",
     ]

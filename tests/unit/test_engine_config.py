@@ -217,6 +217,7 @@ def test_what_vllm_warns_of_is_warned_of_and_what_it_refuses_is_refused() -> Non
     with pytest.raises(ConfigError, match=r"--long-prefill-token-threshold \(5000\)"):
         planned(long_prefill_token_threshold=5000)
     assert "no meaning on a CPU" in planned(gpu_memory_utilization=0.9).warnings[0]
+    assert "takes --kv-cache-mebibytes (512)" in planned(gpu_memory_utilization=0.9).warnings[0]
     assert planned(gpu_memory_utilization=0.9, device=Device("cuda", "", 80 * GIB)).warnings == ()
 
 

@@ -2,7 +2,10 @@
 
 import itertools
 import logging
+import platform
+import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from poolwright_engine.model.linear import (
     Quantization,
     choose_forms,
     fastest,
+    give_back_freed_memory,
     joined,
     quantized,
     use_huge_pages,
@@ -181,6 +185,21 @@ def test_huge_pages_are_asked_for_whole_ones_only_and_leave_memory_as_it_was() -
     asked = use_huge_pages([(tensor.data_ptr(), tensor.nbytes)])
     assert asked in range(0, tensor.nbytes + 1, 2**21)
     assert torch.equal(tensor, torch.arange(6 * 2**20, dtype=torch.int32))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc, which keeps what was freed")
+def test_what_weights_leave_behind_goes_back_to_the_system() -> None:
+    weights = [torch.ones(25_000) for _ in range(1000)]  # small enough for the heap
+    kept = weights[-1]  # above all others, so that the heap cannot shrink by itself
+    del weights
+    before = resident_bytes()
+    give_back_freed_memory()
+    assert resident_bytes() < before - 50 * 2**20
+    assert kept.sum() == 25_000
 
 
 def test_neighbours_in_memory_arejoined() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from poolwright_engine.checkpoint.loader import LoadError, load_model
+from poolwright_engine.checkpoint.loader import LoadError, load_model, stored_dtype
 from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_engine.model.llama import KVCache, Linear
 from support.gguf_writer import write_gguf
@@ -53,6 +53,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(tiny: Path, tmp_path: Path) -> Path:
     """A copy to break."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def test_the_stored_precision_is_what_config_json_says(broken: Path, tmp_path: Path) -> None:
+    assert stored_dtype(broken) == "float32"
+    for changes, name in (
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"text_config": {"dtype": "float16"}}, "float16"),
+        ({"text_config": {"dtype": "int3"}}, "float32"),
+    ):
+        edit_json(broken / "config.json", **changes)
+        assert stored_dtype(broken) == name
+    (broken / "config.json").write_text("[]")
+    with pytest.raises(LoadError, match=r"config\.json cannot be read"):
+        stored_dtype(broken)
+    with pytest.raises(LoadError, match="does not exist"):
+        stored_dtype(tmp_path / "nowhere")
 
 
 # --- Hugging Face folder -----------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """Where memory ends, the last in line gives way, keeps its place, and comes back with every token it had."""
 
+import asyncio
 from collections import Counter
+from random import Random
 
 import pytest
 
 from poolwright_engine.scheduling.budget import StepWork
 from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, SchedulingPolicy
-from poolwright_engine.scheduling.sequence import SequenceState
+from poolwright_engine.scheduling.sequence import Sequence, SequenceState
+from support import engine_bed
 from support.scheduler_bed import SchedulerBed, request
 from support.scripted_runner import expected
 
@@ -127,8 +130,16 @@ def test_a_preempted_request_keeps_its_place() -> None:
     assert other.num_preemptions == 0
 
 
-def test_a_preempted_request_ends_under_steady_arrivals() -> None:
-    bed = SchedulerBed(num_blocks=21, max_num_seqs=4, watermark=0, enable_prefix_caching=False, check=False)
+@pytest.mark.parametrize("policy", SchedulingPolicy)
+def test_a_preempted_request_ends_under_steady_arrivals(policy: SchedulingPolicy) -> None:
+    bed = SchedulerBed(
+        num_blocks=21,
+        max_num_seqs=4,
+        watermark=0,
+        scheduling_policy=policy,
+        enable_prefix_caching=False,
+        check=False,
+    )
     bed.add(request(range(500, 530), 40, arrival=-1))
     a = bed.add(request(range(1, 30), 45, arrival=0))
     while not a.num_preemptions:
@@ -159,8 +170,9 @@ def test_nobody_is_preempted_without_end(mode: PreemptionMode) -> None:
     assert max(s.num_preemptions for s in bed.known) <= 4
 
 
-def test_many_answers_to_each_prompt_share_it_and_complete_in_little_memory() -> None:
-    """Fifty requests of four answers each, memory for six sequences."""
+@pytest.mark.parametrize("later_tokens", [9, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
+def test_many_answers_to_each_prompt_share_it_and_complete_in_little_memory(later_tokens: int) -> None:
+    """Fifty requests of four answers each, memory for six sequences. `later_tokens`: of all but the first four."""
     bed = SchedulerBed(
         num_blocks=6 * 19 + 1,
         block_size=16,
@@ -172,7 +184,9 @@ def test_many_answers_to_each_prompt_share_it_and_complete_in_little_memory() ->
     for number in range(50):
         for choice in range(4):
             options = {"siblings": f"s{number}", "temperature": 1.0, "seed": choice}
-            bed.add(request(range(number, number + 100), 200 if number < 4 else 9, arrival=number, **options))
+            bed.add(
+                request(range(number, number + 100), 200 if number < 4 else later_tokens, arrival=number, **options)
+            )
     most = 0
     for _ in range(20_000):
         bed.turn()
@@ -184,22 +198,28 @@ def test_many_answers_to_each_prompt_share_it_and_complete_in_little_memory() ->
             break
     bed.check_answers()
     assert most == 4  # four decoded at once from the same blocks of one prompt
-    resumed = 0
-    for decision in bed.decisions:
-        kinds = [s.num_preemptions > 0 for s in decision.admitted]
-        resumed += sum(kinds)
-    assert resumed or not any(s.num_preemptions for s in bed.known)
-
-
-def test_recomputing_is_no_hit() -> None:
-    """Random prompts under pressure: what they find of themselves is not counted."""
-    bed = SchedulerBed(num_blocks=40, watermark=0, max_num_batched_tokens=64)
-    for number in range(12):
-        bed.add(request(range(100 * number, 100 * number + 40), 40, arrival=number))
-    bed.run()
-    bed.check_answers()
     assert any(s.num_preemptions for s in bed.known)
-    assert [s.num_cached for s in bed.known] == [0] * 12
+    put_back: set[Sequence] = set()
+    for decision in bed.decisions:
+        newcomers = [s for s in decision.admitted if s not in put_back]
+        put_back -= set(decision.admitted)
+        assert not (newcomers and put_back)  # what was begun comes back before anything new
+        put_back |= set(decision.preempted)
+
+
+async def test_recomputing_is_no_hit() -> None:
+    """Random prompts under pressure: what they find of themselves is not counted."""
+    async with engine_bed.machine(
+        num_blocks=65, block_size=16, max_model_len=1000, max_num_batched_tokens=128, enable_prefix_caching=True
+    ) as one:
+        asked = [engine_bed.request(Random(n).choices(range(1, 900), k=400), 200) for n in range(3)]
+        assert await asyncio.gather(*(engine_bed.tokens(one.engine, each) for each in asked)) == [
+            expected(each) for each in asked
+        ]
+        await one.empty()
+    assert one.seen.preemptions
+    assert one.seen.lookups == [(400, 0)] * 3
+    assert one.seen.cached_tokens == 0
 
 
 def test_a_victim_whose_row_was_already_in_the_step_hands_its_tokens_back() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from poolwright_engine.offline.profile import Point, Shape, fit, fitted, measure, predicted, shapes
 from poolwright_engine.process.config import ConfigError
-from poolwright_engine.process.step_profile import FORMAT, read_step_profile
-from poolwright_engine.scheduling.scheduler_config import StepCost
+from poolwright_engine.process.step_profile import read_step_profile
+from poolwright_protocol.step_time import PROFILE_FORMAT, StepCost
 from support.scripted_runner import ScriptedRunner
 
 COST = StepCost(0.01, 2e-4, 3e-8)
@@ -57,7 +57,7 @@ def test_steps_are_measured_on_the_runner_as_the_loop_would_submit_them() -> Non
 def test_a_file_comes_back_as_the_profile_it_holds_and_others_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     cost = {"fixed_seconds": 0.01, "token_seconds": 2e-4, "kv_token_seconds": 3e-8}
-    path.write_text(json.dumps({"format": FORMAT, "decode": cost, "mixed": cost}))
+    path.write_text(json.dumps({"format": PROFILE_FORMAT, "decode": cost, "mixed": cost}))
     assert read_step_profile(path).mixed == COST
     for text in ("no json", "{}", json.dumps({"format": 99}), json.dumps({"format": 1, "decode": {}, "mixed": cost})):
         path.write_text(text)

@@ -187,7 +187,7 @@ def test_an_endless_temperature_draws_anything_that_is_allowed() -> None:
 def test_penalties_follow_prompt_and_output_and_their_signs(repetition: float) -> None:
     """Repetition: prompt 5, 7 and output 9, by sign. Presence and frequency: output alone, frequency by its count."""
     wanted = params(
-        temperature=0.0, repetition_penalty=repetition, presence_penalty=0.5, frequency_penalty=0.25, logprobs=0
+        temperature=0.0, repetition_penalty=repetition, presence_penalty=0.5, frequency_penalty=0.5, logprobs=0
     )
     for output, count in (((9,), 1), ((9, 9, 9), 3)):
         memory = memory_of(wanted, prompt=(5, 5, 7), output=output)
@@ -196,7 +196,7 @@ def test_penalties_follow_prompt_and_output_and_their_signs(repetition: float) -
             for token, start in ((5, 4.0), (7, 3.0), (9, 4.0), (11, 2.0)):
                 repeated = repetition if token != 11 else 1.0
                 lands = sign * start / repeated if sign > 0 else sign * start * repeated
-                lands -= 0.5 + 0.25 * count if token == 9 else 0.0
+                lands -= 0.5 + 0.5 * count if token == 9 else 0.0
                 for offset, winner in ((0.01, 50), (-0.01, token)):
                     logits = np.full(100, -100.0, dtype=np.float32)
                     logits[token] = sign * start

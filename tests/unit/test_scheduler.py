@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from poolwright_engine.scheduling.blocks import BlockPool
-from poolwright_engine.scheduling.runner import Step, StepResult
+from poolwright_engine.scheduling.runner import Row, Step, StepResult
 from poolwright_engine.scheduling.scheduler import Decision, Scheduler
 from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
 from poolwright_engine.scheduling.sequence import (
@@ -347,3 +347,21 @@ def test_a_budget_that_could_starve_a_decode_is_refused() -> None:
         scheduler(max_num_batched_tokens=4, max_num_seqs=8)
     with pytest.raises(ValueError, match="without chunked prefill"):
         scheduler(chunked_prefill=False)
+
+
+def test_rows_and_outputs_of_a_decode_are_what_their_constructors_make() -> None:
+    """They are made another way, since there is one for every sequence in every step."""
+    it = scheduler()
+    it.add(sequence(5, max_tokens=9))
+    run(it, 0)
+    run(it, 1)
+    decision, ((told, output),) = run(it, 2)
+    (row,) = decision.step.rows if decision.step else ()
+    params = told.request.params
+    assert row == Row(told.slot, 6, 1, (7,), told.block_ids, True, params)
+    assert row._asdict() == Row(told.slot, 6, 1, (7,), told.block_ids, True, params)._asdict()
+    assert row.table(4) == tuple(told.block_ids[:2])
+    assert row._replace(start=3).start == 3
+    assert repr(output) == repr(TokenOutput((7,)))
+    assert output == TokenOutput((7,))
+    assert output._replace(error="gone").error == "gone"

@@ -10,6 +10,7 @@ from poolwright.core.memory import rebuild_memory
 from poolwright.core.pricing import Links
 from poolwright.core.reading import LiveReading, MachineWork, MetricsReading, MetricsState
 from poolwright.core.spec import MachineClass, Mode, PoolBounds
+from poolwright_protocol.roles import Role
 from poolwright_protocol.step_time import StepCost, StepProfile
 from support.pool_world import PRICES, START, M, P, T, World, pool, reading, spec, split
 
@@ -34,9 +35,9 @@ ANSWERS = load(40, 250, 500)  # about five for tokens
 LIGHT = load(2, 500, 50)
 
 
-def world(*roles: object, **changes: object) -> World:
-    made = spec(len(roles), max_moves_per_window=4, **changes)
-    return World(made, pool(*roles), prices={"c": PRICES})  # type: ignore[arg-type]
+def world(*roles: Role, **changes: object) -> World:
+    made = spec(len(roles), max_moves_per_window=4, **changes)  # type: ignore[arg-type]
+    return World(made, pool(*roles), prices={"c": PRICES})
 
 
 def after(it: World, seen: MetricsReading, plans: int, seconds: float = 30) -> Decision:
@@ -179,11 +180,12 @@ class TestPlan:
 
 
 class TestBounds:
-    def test_mixed_machines_get_a_bound_and_others_none(self) -> None:
+    def test_machines_with_streams_get_a_bound_and_prompt_machines_none(self) -> None:
         it = world(P, P, P, T, T, T, T, M)
         decision = it.step(LIGHT)
-        assert set(decision.bounds) == {"u7"}
-        assert decision.bounds["u7"] % PRICES.tile_tokens == 0
+        assert set(decision.bounds) == {"u3", "u4", "u5", "u6", "u7"}
+        assert all(bound % PRICES.tile_tokens == 0 for bound in decision.bounds.values())
+        assert decision.bounds["u3"] < decision.bounds["u7"], "beside the streams that fill it"
 
     def test_more_streams_make_it_smaller_and_little_changes_leave_it(self) -> None:
         it = world(P, P, P, T, M)
@@ -194,7 +196,7 @@ class TestBounds:
 
     def test_the_users_own_bound_stands(self) -> None:
         it = world(P, P, T, M, pools={M: PoolBounds(0, None, None, 128)})
-        assert it.step(LIGHT).bounds == {}
+        assert set(it.step(LIGHT).bounds) == {"u2"}
 
     def test_no_price_no_bound(self) -> None:
         assert World(spec(3), pool(P, T, M)).step(LIGHT).bounds == {}
@@ -243,6 +245,14 @@ class TestFastLoop:
     def test_both_behind_moves_nothing(self) -> None:
         it = world(P, P, T, T)
         assert all(d.moves == () for d in self.looks(it, prompt=QUEUED, token=FULL, times=6))
+
+    def test_no_machine_of_one_phase_is_made_where_none_is_of_the_other(self) -> None:
+        it = world(M, M, M, pools={P: PoolBounds(), T: PoolBounds()})
+        it.spec = replace(it.spec, interval_seconds=120.0)
+        it.step(LIGHT)
+        for _ in range(5):
+            it.step(LIGHT, live=LiveReading(it.now, {m.uid: QUEUED for m in it.machines}))
+        assert it.begun == []
 
     def test_it_never_takes_what_it_did_not_see_lately(self) -> None:
         it = world(P, T, T, T, T)

@@ -42,7 +42,9 @@ async def respond(http: HttpRequest, stream: bool, answer: Answer, keep_alive_se
 class EventStream(Response):
     """The status waits for the first chunk, so that a refusal is an HTTP error; a later failure is an error event, and
     the stream still ends in [DONE]. When nothing was sent for `keep_alive_seconds` (0: never) a comment is, which
-    parsers skip and proxies count as life."""
+    parsers skip and proxies count as life. What follows it begins with an empty comment: a parser that strips each
+    network chunk, as `vllm bench serve` does, lost the end of the last one, and would take the event for a part of
+    it."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], keep_alive_seconds: float = 0.0) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -50,6 +52,7 @@ class EventStream(Response):
         self._chunks = chunks
         self._keep_alive_seconds = keep_alive_seconds
         self._started = False
+        self._commented = False  # by what was sent last
         self._sent_seconds = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,6 +96,11 @@ class EventStream(Response):
 
     async def _send(self, send: Send, body: bytes) -> None:
         self._sent_seconds = time.monotonic()
+        if body is responses.KEEP_ALIVE:
+            self._commented = True
+        elif self._commented:
+            self._commented = False
+            body = responses.EMPTY_COMMENT + body
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

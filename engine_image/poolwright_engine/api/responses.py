@@ -20,6 +20,7 @@ FINGERPRINT = f"poolwright-{VERSION}"
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+EMPTY_COMMENT = b":\n\n"
 
 
 def dumped(body: Any) -> bytes:

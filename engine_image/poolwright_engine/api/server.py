@@ -4,6 +4,8 @@ Owns routes, errors, the bound of a body and the request's id. Knows the engine 
 waits for a step.
 """
 
+import json
+import logging
 import re
 import secrets
 import time
@@ -23,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from poolwright_engine.api import chat, completions, responses
 from poolwright_engine.api.answer import Served
-from poolwright_engine.api.api_error import ApiError, validation_error
+from poolwright_engine.api.api_error import ApiError, brief, validation_error
 from poolwright_engine.api.event_stream import JsonBody, respond
 from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.api.openai_api import (
@@ -35,6 +37,8 @@ from poolwright_engine.api.openai_api import (
 from poolwright_protocol import names
 
 __all__ = ["Served", "Service", "create_app"]
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 KEEP_ALIVE_SECONDS = 15.0
@@ -271,7 +275,9 @@ def _refusing(api: str) -> Any:
 
 
 class _Gate:
-    """Before any route: is the request for this machine, and of a size to be read? After it: the request's id."""
+    """Before any route: is the request for this machine, and of a size to be read? After it: the request's id, and a
+    line in the log for what was refused. Not for 429 and 503, which may be many, are nobody's mistake, and are counted
+    by metrics."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -284,7 +290,7 @@ class _Gate:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        received = 0
+        received, status = 0, 0
 
         async def counted() -> Message:
             nonlocal received
@@ -295,8 +301,12 @@ class _Gate:
             return message
 
         async def named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+            elif status >= 400 and status not in (429, 503) and (body := message.get("body")):
+                _log_refusal(scope, status, request_id, body)
             await send(message)
 
         refusal = self._refusal(headers)
@@ -325,6 +335,19 @@ class _Gate:
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             return ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.", type="Content Too Large")
         return None
+
+
+def _log_refusal(scope: Scope, status: int, request_id: str, body: bytes) -> None:
+    error = json.loads(body)["error"]
+    log.info(
+        "Refused a request status=%d method=%s path=%r request_id=%s param=%r message=%r",
+        status,
+        scope["method"],
+        brief(scope["path"]),
+        request_id,
+        brief(error["param"]),
+        brief(error["message"]),
+    )
 
 
 async def _json_only(http: HttpRequest) -> None:

@@ -4,6 +4,7 @@ Owns which format a path is, the layout of the weights in memory, and that nothi
 The formats are `gguf` and `folder`; what is supported, `architectures`.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from poolwright_engine.model.model_config import ModelConfig
 from poolwright_engine.model.rope import RopeScalingUnsupported
 from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
 
-__all__ = ["DTYPES", "LoadError", "LoadedModel", "load_model"]
+__all__ = ["DTYPES", "LoadError", "LoadedModel", "load_model", "stored_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,6 +43,21 @@ class LoadedModel:
     model: LlamaModel
     tokenizer: Tokenizer
     dtype: str
+
+
+def stored_dtype(path: Path) -> str:
+    """The name in DTYPES that config.json says the weights have; float32 where it says none, and for a GGUF file, most
+    of whose tensors have fewer bits. Raises LoadError."""
+    path = _file_or_folder(path)
+    if not path.is_dir():
+        return "float32"
+    try:
+        said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        said = said.get("text_config", said)
+        name = said.get("dtype") or said.get("torch_dtype")
+    except (OSError, ValueError, AttributeError) as error:
+        raise LoadError(f"{path / 'config.json'} cannot be read: {one_line(error)}") from error
+    return name if name in DTYPES else "float32"
 
 
 def load_model(

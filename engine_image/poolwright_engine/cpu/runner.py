@@ -68,12 +68,6 @@ class CpuRunner:
     def submit(self, step: Step) -> Future[StepResult]:
         return self._worker.submit(self._run, step)
 
-    def set_last_sampled(self, slot: int, token_id: int) -> None:
-        slots = self._seats.last_sampled
-        if not 0 <= slot < len(slots):
-            raise IndexError(f"slot {slot} is outside [0, {len(slots)})")
-        self._worker.submit(slots.__setitem__, slot, token_id)
-
     def read_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int]) -> Future[bytes]:
         self._check(layers, kv_heads, block_ids)
         return self._worker.submit(self._read, layers, kv_heads, tuple(block_ids))

@@ -181,11 +181,6 @@ class CudaRunner:
         except Exception as error:
             return _Done(_raising(error))
 
-    def set_last_sampled(self, slot: int, token_id: int) -> None:
-        if not 0 <= slot < self._max_num_seqs:
-            raise IndexError(f"slot {slot} is outside [0, {self._max_num_seqs})")
-        self._batch.last_sampled[slot].fill_(token_id)
-
     def read_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int]) -> _Done[bytes]:
         self._check(layers, kv_heads, block_ids)
         with torch.inference_mode():

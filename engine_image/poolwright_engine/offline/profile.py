@@ -20,11 +20,10 @@ import numpy as np
 
 from poolwright_engine.process import assembly
 from poolwright_engine.process.config import EngineConfig
-from poolwright_engine.process.step_profile import FORMAT
 from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
-from poolwright_engine.scheduling.scheduler_config import StepCost, StepProfile
 from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_protocol.kv import blocks_for
+from poolwright_protocol.step_time import PROFILE_FORMAT, StepCost, StepProfile
 
 _ROUNDS = 3
 _DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -117,7 +116,7 @@ def fit(points: Sequence[Point]) -> StepCost:
 
 
 def predicted(cost: StepCost, shape: Shape) -> float:
-    return cost.fixed_seconds + shape.tokens * cost.token_seconds + shape.kv_tokens * cost.kv_token_seconds
+    return cost.seconds(shape.tokens, shape.kv_tokens)
 
 
 def fitted(points: Sequence[Point]) -> StepProfile:
@@ -128,7 +127,7 @@ def fitted(points: Sequence[Point]) -> StepProfile:
 def document(config: EngineConfig, parts: assembly.Parts, points: Sequence[Point]) -> dict[str, Any]:
     profile = fitted(points)
     return {
-        "format": FORMAT,
+        "format": PROFILE_FORMAT,
         "model": config.model,
         "fingerprint": parts.fingerprint,
         "dtype": parts.dtype,

@@ -19,9 +19,9 @@ import torch
 from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.api.sampling_options import draw_seeds_from
 from poolwright_engine.checkpoint.architectures import family_of_folder
-from poolwright_engine.checkpoint.loader import LoadedModel, LoadError, MakeLinear, load_model
+from poolwright_engine.checkpoint.loader import LoadedModel, LoadError, MakeLinear, load_model, stored_dtype
 from poolwright_engine.cpu.runner import CpuRunner
-from poolwright_engine.cuda.graphs import graph_sizes
+from poolwright_engine.cuda.graphs import NO_GRAPHS, graph_sizes
 from poolwright_engine.cuda.model import CudaModel
 from poolwright_engine.cuda.runner import CudaRunner, measured_cache_bytes
 from poolwright_engine.handoff.exchange import HandoffConfig, KvExchange
@@ -31,16 +31,25 @@ from poolwright_engine.model.batch_invariant import BatchInvariantModel
 from poolwright_engine.model.linear import Quantization, quantized
 from poolwright_engine.model.model_config import ModelConfig
 from poolwright_engine.process import source
-from poolwright_engine.process.config import TILE_TOKENS, ConfigError, Device, EngineConfig, Plan, dtype_on, plan
+from poolwright_engine.process.config import (
+    DEFAULT_KV_CACHE_MEBIBYTES,
+    TILE_TOKENS,
+    ConfigError,
+    Device,
+    EngineConfig,
+    Plan,
+    dtype_on,
+    plan,
+)
 from poolwright_engine.process.progress import download_bar
 from poolwright_engine.process.step_profile import read_step_profile
 from poolwright_engine.sampling.guide import Guides
 from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
-from poolwright_engine.scheduling.scheduler_config import StepProfile
 from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
 from poolwright_kernels.jit import available as triton_is_there
 from poolwright_protocol.kv import KVShape
+from poolwright_protocol.step_time import StepProfile
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +80,12 @@ class Parts:
 def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts:
     """Raises ConfigError: a model that cannot be served with these options, in one line."""
     device = device_of(config)
-    dtype = dtype_on(config, device, stored="float32")
+    dtype_on(config, device, stored="float32")  # what cannot be is refused before anything is fetched
     step_profile = _step_profile(config)
     cache = Path(config.download_dir) if config.download_dir else None
     path = source.locate(config.model, config.revision, cache, _can_serve, fetching)
     try:
+        dtype = dtype_on(config, device, stored_dtype(path))
         loaded = load_model(path, dtype, _logged_reading(), _make_linear(config))
         tokenizer = _tokenizer(config, loaded.tokenizer)
     except (LoadError, TokenizerUnsupported) as error:
@@ -136,8 +146,13 @@ def _on_gpu(
     model = CudaModel(loaded.config, loaded.model.weights, longest, torch.device(device.kind))
     share = config.gpu_memory_utilization or _GPU_SHARE
     left = measure(model, config.block_size, planned.max_num_seqs, planned.max_num_batched_tokens, longest, share)
-    num_blocks = kv_shape.blocks_in(max(0, left), config.block_size)
     what = f"--gpu-memory-utilization: {share:g} of {device.name or device.kind} leaves {max(0, left) >> 20} MiB, which"
+    if config.kv_cache_mebibytes is not None:
+        asked = config.kv_cache_mebibytes << 20
+        if asked > left:
+            raise ConfigError(f"--kv-cache-mebibytes: {config.kv_cache_mebibytes} MiB do not fit; {what} is the most")
+        left, what = asked, f"--kv-cache-mebibytes: {config.kv_cache_mebibytes} MiB"
+    num_blocks = kv_shape.blocks_in(max(0, left), config.block_size)
     max_model_len = _max_model_len(config, loaded.config.context_length, kv_shape, num_blocks, what)
     planned = plan(config, device, max_model_len)
     runner = CudaRunner(
@@ -150,7 +165,7 @@ def _on_gpu(
         num_host_blocks=kv_shape.blocks_in(planned.swap_space_bytes, config.block_size),
         eos_token_ids=tokenizer.eos_ids,
         guides=guides,
-        sizes=graph_sizes(planned.max_num_seqs, planned.max_num_batched_tokens),
+        sizes=NO_GRAPHS if config.enforce_eager else graph_sizes(planned.max_num_seqs, planned.max_num_batched_tokens),
     )
     return runner, planned
 
@@ -160,8 +175,9 @@ def _on_cpu(
 ) -> tuple[ModelRunner, Plan]:
     """Raises ConfigError."""
     kv_shape = loaded.config.kv_shape(loaded.model.dtype)
-    num_blocks = kv_shape.blocks_in(config.kv_cache_mebibytes * 2**20, config.block_size)
-    what = f"--kv-cache-mebibytes: {config.kv_cache_mebibytes} MiB"
+    mebibytes = config.kv_cache_mebibytes or DEFAULT_KV_CACHE_MEBIBYTES
+    num_blocks = kv_shape.blocks_in(mebibytes << 20, config.block_size)
+    what = f"--kv-cache-mebibytes: {mebibytes} MiB"
     max_model_len = _max_model_len(config, loaded.config.context_length, kv_shape, num_blocks, what)
     planned = plan(config, device, max_model_len)
     model = BatchInvariantModel(loaded.config, loaded.model.weights) if config.batch_invariant else loaded.model

@@ -20,6 +20,7 @@ QUANTIZATIONS = ("none", "int8", "int4")
 CPU_LINEAR_FORMS = ("auto", "rows", "columns", "packed")  # see model/linear.py
 # A kubelet grants 30 s by default; what is cut off must still be told so within them.
 DEFAULT_SHUTDOWN_SECONDS = 20.0
+DEFAULT_KV_CACHE_MEBIBYTES = 512  # on a CPU
 # Readiness falls within 15 s of a stall; a load balancer needs a few of them to look.
 DEFAULT_STALL_SECONDS = 10.0
 DEFAULT_STALL_EXIT_SECONDS = 120.0
@@ -74,7 +75,8 @@ BATCH_DEFAULTS: Mapping[str, Mapping[Usage, tuple[int, int]]] = {
 class EngineConfig:
     """None: not said; `plan` chooses. `role` None: acts as mixed, has no PUT role, and accepts any.
     `served_model_names`: the first is the one that answers carry. `swap_space_gibibytes` None: none on a CPU, where
-    it would be the same memory; 4 on a GPU."""
+    it would be the same memory; 4 on a GPU. `kv_cache_mebibytes` None: a default on a CPU; on a GPU, what
+    `gpu_memory_utilization` leaves."""
 
     model: str
     served_model_names: tuple[str, ...]
@@ -87,6 +89,7 @@ class EngineConfig:
     quantization: str = "none"
     seed: int | None = None
     batch_invariant: bool = False
+    enforce_eager: bool = False
 
     host: str = "0.0.0.0"
     port: int = names.API_PORT
@@ -114,7 +117,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
 
     block_size: int = 16
-    kv_cache_mebibytes: int = 512
+    kv_cache_mebibytes: int | None = None
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
@@ -287,7 +290,7 @@ def plan(config: EngineConfig, device: Device, max_model_len: int, can_chunk: bo
     if device.kind == "cpu" and config.gpu_memory_utilization is not None:
         warnings.append(
             "--gpu-memory-utilization has no meaning on a CPU, whose memory others share: the KV cache takes "
-            f"--kv-cache-mebibytes ({config.kv_cache_mebibytes})"
+            f"--kv-cache-mebibytes ({config.kv_cache_mebibytes or DEFAULT_KV_CACHE_MEBIBYTES})"
         )
     swap = config.swap_space_gibibytes
     if config.preemption_mode is PreemptionMode.SWAP and swap == 0:
@@ -319,8 +322,9 @@ def _chunked(config: EngineConfig, max_model_len: int, can_chunk: bool, warnings
 
 
 def dtype_on(config: EngineConfig, device: Device, stored: str) -> str:
-    """The precision to compute in; `stored`: that of the model's files. On a CPU `auto` is float32, which every CPU is
-    quick at and which makes all machines of a pool agree. Raises ConfigError."""
+    """The precision to compute in; `stored`: that of the model's files. On a GPU `auto` is that, but bfloat16 for
+    float32, as vLLM has it. On a CPU it is float32, which every CPU is quick at: KV goes only between machines of one
+    precision, and a pool may be of several kinds of CPU. Raises ConfigError."""
     if device.kind == "cpu" and config.dtype == "float16":
         raise ConfigError("--dtype: float16 is not supported on a CPU; use float32 or bfloat16")
     if config.dtype != "auto":

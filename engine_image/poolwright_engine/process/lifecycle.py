@@ -111,6 +111,7 @@ async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, s
 
     gc.collect()
     gc.freeze()  # the model's objects stay; later collections need not walk them
+    gc.set_threshold(10_000)  # a step of many rows makes hundreds of objects, none of them in a cycle
     engine = assembly.engine_loop(config, parts, service.metrics)
     exchange = assembly.kv_exchange(config, parts, engine)
     event_loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from poolwright_engine.process.config import (
     BATCH_DEFAULTS,
     CPU_LINEAR_FORMS,
+    DEFAULT_KV_CACHE_MEBIBYTES,
     DEFAULT_SHUTDOWN_SECONDS,
     DEFAULT_STALL_EXIT_SECONDS,
     DEFAULT_STALL_SECONDS,
@@ -59,8 +60,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     ),
     "the loop always schedules a step ahead": ("--async-scheduling",),
     "code that comes with a model is never run": ("--trust-remote-code",),
-    "nothing is compiled or captured on a CPU": (
-        "--enforce-eager",
+    "nothing is compiled, and the graphs of a GPU have sizes of their own; see --enforce-eager": (
         "--compilation-config VALUE",
         "--cudagraph-capture-sizes VALUE",
         "--max-cudagraph-capture-size VALUE",
@@ -212,8 +212,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="auto",
         metavar="|".join(DTYPES),
-        help="precision of weights and KV; auto: float32 on a CPU, the model's own on a GPU; no float16 on a CPU "
-        "(default: %(default)s)",
+        help="precision of weights and KV; auto: float32 on a CPU, so that all machines of a pool can exchange KV, and "
+        "on a GPU the model's own, but bfloat16 for float32 or a GGUF file; no float16 on a CPU (default: %(default)s)",
     )
     group.add_argument(
         "-q",
@@ -233,6 +233,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="the same numbers for a request whatever else is in its step; slower (default: off)",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="on a GPU: launch each kernel by itself instead of CUDA graphs of whole steps, which starts sooner, takes "
+        "less memory and is slower; a CPU has no graphs (default: off)",
     )
     _add_scheduling(parser)
     _add_memory(parser)
@@ -366,9 +373,9 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-cache-mebibytes",
         type=int,
-        default=512,
         metavar="N",
-        help="size of the KV cache on a CPU (default: %(default)s)",
+        help=f"size of the KV cache (default on a CPU: {DEFAULT_KV_CACHE_MEBIBYTES}; on a GPU what "
+        "--gpu-memory-utilization leaves, which is also the most it may be)",
     )
     group.add_argument(
         "--kv-cache-memory-bytes",
@@ -382,7 +389,8 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
-        help="share of a GPU's memory for weights, steps and KV (default: 0.92); on a CPU accepted and without effect",
+        help="share of a GPU's memory for weights, steps and KV (default: 0.92); without effect on a CPU, whose memory "
+        "others share",
     )
     group.add_argument(
         "--enable-prefix-caching",

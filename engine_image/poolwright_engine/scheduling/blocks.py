@@ -75,8 +75,12 @@ class BlockPool:
 
     def allocate_one(self) -> int:
         """Where one is free."""
-        block = self._ends.next
-        self._unlink(block)
+        ends = self._ends
+        block = ends.next
+        ends.next = block.next  # `_unlink` of the first, which steps do all the time
+        ends.next.previous = ends
+        block.previous = block.next = block
+        self.num_free -= 1
         block.references = 1
         if block.key is not None:
             del self._by_key[block.key]

@@ -10,7 +10,7 @@ prefill (other kernels run), and fitted as they are measured.
 
 from dataclasses import dataclass
 
-from poolwright_engine.scheduling.scheduler_config import StepCost, StepProfile
+from poolwright_protocol.step_time import StepCost, StepProfile
 
 _MARGIN = 1.2  # QoServe's
 _FORGETTING = 0.98  # weight of a step 50 steps ago: about a third
@@ -74,7 +74,7 @@ class StepPredictor:
 
     def predict(self, work: StepWork) -> float:
         cost = self._mixed.cost if work.has_prefill else self._decode.cost
-        return cost.fixed_seconds + work.tokens * cost.token_seconds + work.kv_tokens * cost.kv_token_seconds
+        return cost.seconds(work.tokens, work.kv_tokens)
 
     @property
     def prefill_token_seconds(self) -> float | None:

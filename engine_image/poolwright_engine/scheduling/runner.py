@@ -4,11 +4,11 @@ The loop runs one step ahead: it submits step N+1 before it has read step N. A d
 sampled by N carries `use_last_sampled`; the runner keeps the last sampled token of each slot.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from poolwright_engine.scheduling.sequence import SamplingParams, TokenLogprobs
+from poolwright_engine.scheduling.sequence import SamplingParams, TokenLogprobs, quick
 from poolwright_protocol.kv import KVShape, blocks_for
 
 T_co = TypeVar("T_co", covariant=True)
@@ -65,11 +65,7 @@ class Row(NamedTuple):
         return tuple(self.block_ids[: blocks_for(self.start + self.length, block_size)])
 
 
-# From a tuple of all fields, what is a `Row` to all who read one. A class of its own, since NamedTuple puts a function
-# in Python before tuple's constructor, and a call of it costs as much as the rest of making a row.
-row_of: Callable[[tuple[object, ...]], Row] = type(
-    "Row", (tuple,), {"__slots__": (), "table": Row.table} | {name: vars(Row)[name] for name in Row._fields}
-)
+row_of = quick(Row)  # from a tuple of all fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +107,6 @@ class ModelRunner(Protocol):
     block_size: int
 
     def submit(self, step: Step) -> Handle[StepResult]: ...
-
-    def set_last_sampled(self, slot: int, token_id: int) -> None:
-        """For a sequence whose last token came from elsewhere (a hand-off). Ordered with submits."""
-        ...
 
     def read_blocks(self, layers: range, kv_heads: range, block_ids: Sequence[int]) -> Handle[bytes]:
         """KV of those blocks as they are after the steps submitted so far: K then V, C order

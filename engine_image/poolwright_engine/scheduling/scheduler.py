@@ -39,13 +39,13 @@ from poolwright_engine.scheduling.sequence import (
     SequenceState,
     TokenLogprobs,
     TokenOutput,
+    output_of,
 )
 from poolwright_protocol.block_hash import block_key, root_key
 from poolwright_protocol.kv import blocks_for
 
 _WINDOW = 64  # waiting sequences looked at for one step
 _NEVER = 1 << 62
-_PLAIN_OUTPUTS = 1 << 14  # kept: few megabytes, and nearly all tokens of any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,6 @@ class Scheduler:
         self._serials = itertools.count()
         self._wants_step_times = config.token_budget is TokenBudget.AUTO or blocks.host.total > 0
         self._first_siblings: dict[str, Sequence] = {}
-        self._plain_outputs: dict[int, TokenOutput] = {}  # by token id; see `_plain_output`
 
     # Asked before a sequence enters.
 
@@ -316,7 +315,7 @@ class Scheduler:
             for row, sequence, entries in zip(step.rows, sequences, result.prompt_logprobs, strict=True):
                 self._collect_prompt_logprobs(row, sequence, entries)
         outputs: list[tuple[Sequence, TokenOutput]] = []
-        running, waiting, known = SequenceState.RUNNING, SequenceState.WAITING, self._plain_outputs
+        running, waiting = SequenceState.RUNNING, SequenceState.WAITING
         for row, sequence, token_ids, logprobs in zip(
             step.rows, sequences, result.token_ids, result.logprobs, strict=True
         ):
@@ -327,8 +326,7 @@ class Scheduler:
                 # The common case of `_take`: one token, neither the first nor the last, of one that runs.
                 sequence.num_placeholders -= 1
                 output_ids.append(token_id)
-                output = None if logprobs else known.get(token_id)
-                outputs.append((sequence, output or self._plain_output(token_ids, logprobs)))
+                outputs.append((sequence, output_of((token_ids, None, None, None, logprobs, None, None))))
             elif sequence.state is running or sequence.state is waiting:
                 outputs.append((sequence, self._take(row, sequence, token_ids, logprobs, now)))
         for index, reason in result.errors:
@@ -604,10 +602,12 @@ class Scheduler:
 
     def _widen(self, sequence: Sequence) -> bool:
         """The common case of `_grow`: its last block is full, and another one free. False: see there."""
-        if not sequence.plain_until or sequence.num_computed + 1 >= sequence.limit or not self.blocks.num_free:
+        blocks, until, last = self.blocks, sequence.plain_until, sequence.limit - 1
+        if not until or sequence.num_computed >= last or not blocks.num_free:
             return False
-        sequence.block_ids.append(self.blocks.allocate_one())
-        sequence.plain_until = min(sequence.plain_until + self.blocks.block_size, sequence.limit - 1)
+        sequence.block_ids.append(blocks.allocate_one())
+        until += blocks.block_size
+        sequence.plain_until = until if until < last else last
         return True
 
     def _make_room(self, batch: Batch, sequence: Sequence, count: int, give_way: bool) -> None:
@@ -810,15 +810,6 @@ class Scheduler:
             if output.finish_reason is not None:
                 break
         return output._replace(token_ids=token_ids[:taken], logprobs=logprobs[:taken])
-
-    def _plain_output(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> TokenOutput:
-        """Of one token among others of an answer. Without log probabilities it is alike for all, so it is kept."""
-        output = TokenOutput(token_ids, logprobs=logprobs)
-        if not logprobs:
-            if len(self._plain_outputs) >= _PLAIN_OUTPUTS:
-                self._plain_outputs.clear()
-            self._plain_outputs[token_ids[0]] = output
-        return output
 
     def _collect_prompt_logprobs(self, row: Row, sequence: Sequence, entries: tuple[TokenLogprobs, ...]) -> None:
         """A part may come again, or in part, after a preemption."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from poolwright_protocol.step_time import StepProfile
+
 
 class Batching(StrEnum):
     """How steps are formed; see `scheduling.batching`."""
@@ -32,23 +34,6 @@ class PreemptionMode(StrEnum):
 class TokenBudget(StrEnum):
     FIXED = "fixed"  # max_num_batched_tokens
     AUTO = "auto"  # at most that; what the running decodes' targets leave time for
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Predicted seconds of a step: fixed + token · tokens + kv_token · (context lengths of its rows, summed)."""
-
-    fixed_seconds: float
-    token_seconds: float
-    kv_token_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """Measured before serving; fitted on from there. `decode`: steps of decodes alone; `mixed`: steps with prefill."""
-
-    decode: StepCost
-    mixed: StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

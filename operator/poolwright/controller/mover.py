@@ -55,12 +55,15 @@ class Mover:
         engines: EngineAdmin,
         deadline_seconds: float = MOVE_DEADLINE_SECONDS,
         bounds: Mapping[Role, int | None] | None = None,
+        machine_bounds: Mapping[str, int] | None = None,
     ) -> None:
-        """`bounds`: `maxPrefillTokensPerStep` of each role, sent with the role; None leaves the engine its own."""
+        """`bounds`: `maxPrefillTokensPerStep` of each role, sent with the role; None leaves the engine its own.
+        `machine_bounds`: the policy's, by uid, where the role has none."""
         self._machines = machines
         self._engines = engines
         self._deadline_seconds = deadline_seconds
         self._bounds = dict(bounds or {})
+        self._machine_bounds = dict(machine_bounds or {})
 
     async def begin(self, machine: Machine, to_role: Role, now: float, reason: str) -> Progress:
         """The first step of a move and of a birth alike. Raises Unavailable."""
@@ -87,6 +90,8 @@ class Mover:
         told: RoleState | None = None
         strayed = False  # its engine was seen in another role or epoch: telling it again is a repair, and news
         bound = self._bounds.get(machine.effective_role) if machine.effective_role else None
+        if bound is None:
+            bound = self._machine_bounds.get(machine.uid)
         for _ in range(_MAX_STEPS):
             state, problem = await self._ask(machine)
             if state is not None:

@@ -54,7 +54,8 @@ async def reconcile(world: World, memory: Memory, now: float) -> float | None:
     children = await world.children.ensure(pool)
     spec = policy_spec(pool.spec)
     bounds = {role: bound.max_prefill_tokens_per_step for role, bound in spec.pools.items()}
-    mover = Mover(world.machines, world.engines, bounds=bounds)
+    chosen_bounds = memory.policy.bounds if memory.policy else {}
+    mover = Mover(world.machines, world.engines, bounds=bounds, machine_bounds=chosen_bounds)
     progress = await mover.advance_all(await world.machines.list(), now)
     machines = await _after(world, progress)
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from poolwright.core.forecast import Forecast
 from poolwright.core.machine import Machine
-from poolwright.core.reading import MetricsReading
+from poolwright.core.pricing import Links, MachinePrices
+from poolwright.core.reading import LiveReading, MetricsReading
 from poolwright.core.spec import Metric
 from poolwright_protocol.roles import Role
 
@@ -25,6 +27,9 @@ class Reason(StrEnum):
     # A move was chosen.
     TTFT_MISSED = "TTFTMissed"
     TBT_MISSED = "TBTMissed"
+    WORK_SHIFTED = "WorkShifted"
+    PROMPT_BACKLOG = "PromptBacklog"
+    TOKEN_BACKLOG = "TokenBacklog"  # noqa: S105
     MINIMUM_REPAIRED = "MinimumRepaired"
     ROLE_NOT_ALLOWED = "RoleNotAllowed"
     ABOVE_MAXIMUM = "AboveMaximum"
@@ -33,6 +38,7 @@ class Reason(StrEnum):
     BORN = "Born"
     # Nothing to do.
     TARGETS_MET = "TargetsMet"
+    SPLIT_FITS = "SplitFits"
     COUNTS_HELD = "CountsHeld"
     IDLE = "Idle"
     PAUSED = "Paused"
@@ -54,12 +60,18 @@ class Reason(StrEnum):
     BOTH_MISSED = "BothMissed"
     DONOR_NOT_COMFORTABLE = "DonorNotComfortable"
     NO_DONOR = "NoDonor"
+    CONFIRMING = "Confirming"
+    HELD_AFTER_MISS = "HeldAfterMiss"
+    OVERLOADED = "Overloaded"
 
 
 MOVING_REASONS = frozenset(
     {
         Reason.TTFT_MISSED,
         Reason.TBT_MISSED,
+        Reason.WORK_SHIFTED,
+        Reason.PROMPT_BACKLOG,
+        Reason.TOKEN_BACKLOG,
         Reason.MINIMUM_REPAIRED,
         Reason.ROLE_NOT_ALLOWED,
         Reason.ABOVE_MAXIMUM,
@@ -91,19 +103,36 @@ class ObjectiveReading:
     samples: float = 0.0
     at_least: bool = False
     infeasible: bool = False  # missed although nothing queues: no move can help
+    own_seconds: float | None = None  # the service time alone, where work has a price
 
     @property
     def stress(self) -> float | None:
         """Observed over target; above 1 is missed."""
         return None if self.observed_seconds is None else self.observed_seconds / self.target_seconds
 
+    @property
+    def queued(self) -> float | None:
+        """The part of the observed that queueing made, over what the target leaves for it, clamped to 0 and 2: all
+        that a machine more could take away. None where the service time is not known, or leaves nothing."""
+        own = self.own_seconds
+        if self.observed_seconds is None or own is None or own >= self.target_seconds:
+            return None
+        return min(2.0, max(0.0, (self.observed_seconds - own) / (self.target_seconds - own)))
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at the world: all machines of the pool (complete, never a half-filled cache) and one metrics reading."""
+    """One look at the world: all machines of the pool (complete, never a half-filled cache) and one metrics reading.
+
+    `prices` by machine class: with all of them the plan goes by offered work, else by latency alone. `live`: what
+    routers and engines said when asked directly, for the fast loop. `links`: how fast KV moves, where that is known.
+    """
 
     machines: tuple[Machine, ...]
     reading: MetricsReading
+    prices: Mapping[str, MachinePrices] = field(default_factory=dict)
+    live: LiveReading | None = None
+    links: Links | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +157,10 @@ class Memory:
 
     `moves` are oldest first and hold planned moves from the moment they are chosen. `held_until`: no move by policy
     before, because the past could not be read. `unready_since`: when each machine was first seen not ready.
+
+    What is lost with a restart and learned again: `forecast` of offered work; `asked`, the shift that the last plan
+    wanted confirmed; `helped` until `helped_until`, the pool that no plan takes from; `backlogged`, ticks in a row
+    that the fast loop saw a pool behind; `bounds`, the last `maxPrefillTokensPerStep` of each machine.
     """
 
     moves: tuple[MoveRecord, ...] = ()
@@ -135,6 +168,13 @@ class Memory:
     held_until: float | None = None
     planned_at: float | None = None
     unready_since: Mapping[str, float] = field(default_factory=dict)
+    forecast: Forecast = field(default_factory=Forecast)
+    asked: frozenset[tuple[Role, Role]] = frozenset()
+    helped: Role | None = None
+    helped_until: float = 0.0
+    backlogged: Mapping[Role, int] = field(default_factory=dict)
+    backlog_at: float | None = None
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +211,9 @@ class Decision:
 
     `births` and `moves` are to be begun. `advised` are the moves that mode Advisory records and does not do.
     `planned` is False between two planning ticks: then `reason` says NotDue and is not worth recording.
-    `next_plan_at`: call again then, at the latest.
+    `next_plan_at`: call again then, at the latest. `bounds`: `maxPrefillTokensPerStep` by uid of mixed and token
+    machines, where the spec leaves it to the policy and prices are known; sent with the role. `machines_wanted`: how
+    many more than there are the offered work would keep busy; None where that is not known.
     """
 
     reason: Reason
@@ -184,4 +226,6 @@ class Decision:
     evidence: tuple[tuple[str, str], ...] = ()
     planned: bool = True
     next_plan_at: float = 0.0
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    machines_wanted: float | None = None
     minimum_unmet: str = ""  # what repair could not do, for a condition

@@ -1,14 +1,19 @@
-"""What this router has sent and not yet seen the end of, per machine; each machine's speed and breaker.
+"""What this router has sent and not yet seen the end of, per machine; each machine's speed, price and breaker.
 
-Reports of engines are seconds old when they arrive, so the router counts its own work from the moment of choosing.
-Knows no HTTP; time is an argument (monotonic seconds).
+Reports of engines are seconds old when they arrive, so the router counts its own work from the moment of choosing, and
+where work has a price, takes it as done at that price until a first token says better. Knows no HTTP; time is an
+argument (monotonic seconds).
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
-from poolwright.core.routing import STREAM_TOKENS, Choice, Load
+from poolwright.core.pricing import MachinePrices
+from poolwright.core.reading import MachineWork
+from poolwright.core.routes import BORROWED, STREAM_TOKENS, Choice, Load, Route
+from poolwright_protocol.roles import Role
 
 _HALF_LIFE_SECONDS = 30.0
 # A machine starts at the pool's mean speed, which weighs as much as this many measured tokens.
@@ -16,11 +21,22 @@ _PRIOR_TOKENS = 256.0
 _FIRST_AVOID_SECONDS = 0.5
 _LONGEST_AVOID_SECONDS = 15.0
 _TRIAL_SECONDS = 1.0
+KV_HIGH_WATER = 0.95  # share of KV memory that streams may be given (BlitzScale's)
+
+
+class ReturnRule(StrEnum):
+    """When a machine that was lent works for its own pool alone again: once what it does for the other is drained (the
+    Splitwise paper, 4.1), or once it does nothing at all (its simulator)."""
+
+    DRAINED = "drained"
+    IDLE = "idle"
 
 
 @dataclass(slots=True)
 class _Account:
     prompt_tokens: int = 0
+    prompts: int = 0
+    bound: int = 0  # of its streams, those without a first token
     streams: int = 0
     failures: int = 0  # in a row
     avoid_until: float = -math.inf
@@ -29,6 +45,14 @@ class _Account:
     measured_tokens: float = 0.0
     recent_tokens: float = 0.0
     decayed_at: float = 0.0
+    # Where work has a price.
+    prices: MachinePrices | None = None
+    prefill_bound: int | None = None
+    prompt_pairs: float = 0.0
+    context_tokens: float = 0.0
+    free_at: float = -math.inf
+    lent_to: Role | None = None  # the pool it works for besides its own
+    load: Load | None = None  # as last said; None once it is out of date
 
     def decay(self, now: float) -> None:
         left = math.exp2(-max(0.0, now - self.decayed_at) / _HALF_LIFE_SECONDS)
@@ -37,25 +61,82 @@ class _Account:
         self.recent_tokens *= left
         self.decayed_at = now
 
+    def prompts_seconds(self) -> float:
+        if self.prices is None:
+            return 0.0
+        return self.prices.queue_seconds(
+            self.prompt_tokens,
+            self.prompt_pairs,
+            step_tokens=self.prefill_bound,
+            decodes=self.streams - self.bound,
+            kv_tokens=self.context_tokens,
+        )
+
+    def kv_free_tokens(self) -> float:
+        if self.prices is None or self.prices.kv_capacity_tokens is None:
+            return math.inf
+        return self.prices.kv_capacity_tokens * KV_HIGH_WATER - self.context_tokens
+
+    def return_if(self, rule: ReturnRule) -> None:
+        if self.lent_to is None:
+            return
+        foreign = self.prompts if self.lent_to is Role.PROMPT else self.streams
+        if not foreign and (rule is ReturnRule.DRAINED or not (self.prompts or self.streams)):
+            self.lent_to = None
+            self.load = None
+
 
 class Entry:
     """One attempt of one request. Close it once, whatever happened; before that `first_token` at most once."""
 
-    __slots__ = ("_closed", "_prompt", "_prompt_tokens", "_queue_tokens", "_sent_at", "_token", "_waiting")
+    __slots__ = (
+        "_closed",
+        "_context_tokens",
+        "_pairs",
+        "_prompt",
+        "_prompt_tokens",
+        "_queue_tokens",
+        "_rule",
+        "_sent_at",
+        "_token",
+        "_waiting",
+    )
 
-    def __init__(self, token: _Account, prompt: _Account, prompt_tokens: int, now: float) -> None:
+    def __init__(
+        self,
+        token: _Account,
+        prompt: _Account,
+        prompt_tokens: int,
+        now: float,
+        *,
+        cached_tokens: int = 0,
+        output_tokens: float = 0.0,
+        rule: ReturnRule = ReturnRule.DRAINED,
+    ) -> None:
+        new = max(0, prompt_tokens - cached_tokens)
         self._token = token
         self._prompt = prompt
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = new
+        self._pairs = new * (prompt_tokens - new + new / 2)
+        self._context_tokens = prompt_tokens + output_tokens / 2
         self._sent_at = now
-        self._queue_tokens = prompt.prompt_tokens + prompt.streams * STREAM_TOKENS + prompt_tokens
+        self._queue_tokens = prompt.prompt_tokens + prompt.streams * STREAM_TOKENS + new
+        self._rule = rule
         self._waiting = True
         self._closed = False
+        before = prompt.prompts_seconds()
+        prompt.prompt_tokens += new
+        prompt.prompt_pairs += self._pairs
+        prompt.prompts += 1
+        # Short prompts share their steps, so what counts is what the queue grows by.
+        prompt.free_at = max(now, prompt.free_at) + max(0.0, prompt.prompts_seconds() - before)
         token.streams += 1
-        prompt.prompt_tokens += prompt_tokens
-        for account in {id(a): a for a in (token, prompt)}.values():
+        token.bound += 1
+        token.context_tokens += self._context_tokens
+        for account in (token, prompt) if token is not prompt else (token,):
+            account.load = None
             account.decay(now)
-            account.recent_tokens += prompt_tokens + STREAM_TOKENS
+            account.recent_tokens += new + STREAM_TOKENS
             if account.failures:  # one request at a time tries a machine that failed last
                 account.avoid_until = max(account.avoid_until, now + _TRIAL_SECONDS)
 
@@ -63,31 +144,59 @@ class Entry:
         if not self._waiting:
             return
         self._settle()
-        self._prompt.decay(now)
-        self._prompt.measured_milliseconds += (now - self._sent_at) * 1000
-        self._prompt.measured_tokens += self._queue_tokens
+        prompt = self._prompt
+        prompt.decay(now)
+        prompt.measured_milliseconds += (now - self._sent_at) * 1000
+        prompt.measured_tokens += self._queue_tokens
+        prompt.free_at = now + prompt.prompts_seconds()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._settle()
-        self._token.streams -= 1
+        if self._waiting:  # it failed, so its share of the wait is gone
+            self._settle()
+            self._prompt.free_at = min(self._prompt.free_at, self._sent_at + self._prompt.prompts_seconds())
+        token = self._token
+        token.streams -= 1
+        token.context_tokens = max(0.0, token.context_tokens - self._context_tokens) if token.streams else 0.0
+        token.load = None
+        token.return_if(self._rule)
 
     def _settle(self) -> None:
         if self._waiting:
             self._waiting = False
-            self._prompt.prompt_tokens -= self._prompt_tokens
+            self._token.bound -= 1
+            self._token.load = None
+            prompt = self._prompt
+            prompt.prompts -= 1
+            prompt.prompt_tokens -= self._prompt_tokens
+            prompt.prompt_pairs = max(0.0, prompt.prompt_pairs - self._pairs) if prompt.prompts else 0.0
+            prompt.load = None
+            prompt.return_if(self._rule)
 
 
 class Ledger:
-    def __init__(self) -> None:
+    def __init__(self, return_rule: ReturnRule = ReturnRule.DRAINED) -> None:
         self._accounts: dict[str, _Account] = {}
+        self._return_rule = return_rule
 
-    def begin(self, choice: Choice, prompt_tokens: int, now: float) -> Entry:
+    def begin(
+        self, choice: Choice, prompt_tokens: int, now: float, cached_tokens: int = 0, output_tokens: float = 0.0
+    ) -> Entry:
         token = self._account(choice.token.uid)
         prompt = self._account(choice.prompt.uid) if choice.prompt else token
-        return Entry(token, prompt, prompt_tokens, now)
+        if choice.route in BORROWED and token.lent_to is None:
+            token.lent_to = Role.PROMPT if choice.route is Route.BORROWED_FOR_PROMPT else Role.TOKEN
+        return Entry(
+            token,
+            prompt,
+            prompt_tokens,
+            now,
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
+            rule=self._return_rule,
+        )
 
     def failed(self, uid: str, now: float) -> None:
         """No connection, a connection lost, or another machine at its address. Busy is not failed."""
@@ -95,6 +204,7 @@ class Ledger:
         account.failures += 1
         pause = min(_LONGEST_AVOID_SECONDS, _FIRST_AVOID_SECONDS * 2 ** min(account.failures - 1, 10))
         account.avoid_until = max(account.avoid_until, now + pause)
+        account.load = None
 
     def answered(self, uid: str) -> None:
         """It serves, whatever it answered."""
@@ -102,28 +212,55 @@ class Ledger:
         if account and account.failures:
             account.failures = 0
             account.avoid_until = -math.inf
+            account.load = None
 
     def keep(self, uids: Iterable[str]) -> None:
         """These are the machines now. Entries still open on one that is gone close into the void."""
         self._accounts = {uid: self._account(uid) for uid in uids}
 
+    def price(self, uid: str, prices: MachinePrices | None, prefill_bound: int | None = None) -> None:
+        """What work costs on this machine, and the bound on its chunks; None: not known, so measured speed counts."""
+        account = self._account(uid)
+        if (account.prices, account.prefill_bound) != (prices, prefill_bound):
+            account.prices, account.prefill_bound, account.load = prices, prefill_bound, None
+
     def loads(self, now: float) -> dict[str, Load]:
-        for account in self._accounts.values():
+        measured = [a for a in self._accounts.values() if a.prices is None]
+        for account in measured:
             account.decay(now)
-        tokens = sum(a.measured_tokens for a in self._accounts.values())
-        milliseconds = sum(a.measured_milliseconds for a in self._accounts.values())
+        tokens = sum(a.measured_tokens for a in measured)
+        milliseconds = sum(a.measured_milliseconds for a in measured)
         mean = milliseconds / tokens if tokens > 1 else 1.0
+        return {uid: a.load or self._load(a, mean) for uid, a in self._accounts.items()}
+
+    def work(self) -> dict[str, MachineWork]:
+        """For the fast loop."""
         return {
-            uid: Load(
-                prompt_tokens=a.prompt_tokens,
-                streams=a.streams,
-                milliseconds_per_token=(a.measured_milliseconds + mean * _PRIOR_TOKENS)
-                / (a.measured_tokens + _PRIOR_TOKENS),
-                recent_tokens=a.recent_tokens,
-                avoid_until=a.avoid_until,
-            )
+            uid: MachineWork(a.prompt_tokens, a.prompt_pairs, a.streams, a.context_tokens, a.lent_to is not None)
             for uid, a in self._accounts.items()
         }
+
+    @staticmethod
+    def _load(a: _Account, mean: float) -> Load:
+        milliseconds = (a.measured_milliseconds + mean * _PRIOR_TOKENS) / (a.measured_tokens + _PRIOR_TOKENS)
+        load = Load(
+            prompt_tokens=a.prompt_tokens,
+            streams=a.streams,
+            milliseconds_per_token=milliseconds,
+            recent_tokens=a.recent_tokens,
+            avoid_until=a.avoid_until,
+            prices=a.prices,
+            free_at=a.free_at if a.prompts else -math.inf,
+            context_tokens=a.context_tokens,
+            next_step_seconds=a.prices.decode_seconds(a.streams + 1, a.context_tokens) if a.prices else 0.0,
+            kv_free_tokens=a.kv_free_tokens(),
+            bound_streams=a.bound,
+            prefill_bound=a.prefill_bound,
+            lent=a.lent_to is not None,
+        )
+        if a.prices is not None:
+            a.load = load  # speeds that are measured fade with time; prices do not
+        return load
 
     def _account(self, uid: str) -> _Account:
         return self._accounts.setdefault(uid, _Account())

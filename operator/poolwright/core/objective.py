@@ -7,6 +7,7 @@ that wait for their first token; the sum of TBT likewise is the mean number of s
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poolwright.core.decision import MIN_SAMPLES, ObjectiveReading, ObjectiveState
@@ -60,8 +61,13 @@ def measure_load(reading: MetricsReading, prompt: int, token: int, mixed: int) -
     )
 
 
-def read_objectives(spec: PolicySpec, reading: MetricsReading, load: Load) -> tuple[ObjectiveReading, ...]:
-    return tuple(_read(objective, reading, load) for objective in spec.objectives)
+def read_objectives(
+    spec: PolicySpec, reading: MetricsReading, load: Load, own_seconds: Mapping[Metric, float] | None = None
+) -> tuple[ObjectiveReading, ...]:
+    """`own_seconds`: the service time alone, where work has a price; a target below it cannot be met at any split."""
+    return tuple(
+        _read(objective, reading, load, (own_seconds or {}).get(objective.metric)) for objective in spec.objectives
+    )
 
 
 def _mean_present(histogram: HistogramIncrease, window_seconds: float) -> float:
@@ -71,7 +77,7 @@ def _mean_present(histogram: HistogramIncrease, window_seconds: float) -> float:
         return 0.0  # the objective itself is Unknown then, and nothing is decided on this
 
 
-def _read(objective: Objective, reading: MetricsReading, load: Load) -> ObjectiveReading:
+def _read(objective: Objective, reading: MetricsReading, load: Load, own_seconds: float | None) -> ObjectiveReading:
     def state(kind: ObjectiveState) -> ObjectiveReading:
         return ObjectiveReading(objective.name, objective.metric, kind, objective.target_seconds)
 
@@ -112,9 +118,12 @@ def _read(objective: Objective, reading: MetricsReading, load: Load) -> Objectiv
         share_under_target=share,
         samples=samples,
         at_least=bool(observed and observed.at_least),
-        infeasible=(
-            kind is ObjectiveState.MISSED
-            and not stalled
+        own_seconds=own_seconds,
+        infeasible=kind is ObjectiveState.MISSED
+        and (
+            own_seconds >= objective.target_seconds
+            if own_seconds is not None
+            else not stalled
             and median is not None
             and median.seconds > objective.target_seconds
             and _without_queue(objective.metric, load)

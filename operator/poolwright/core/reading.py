@@ -1,5 +1,7 @@
 """What was measured, as values: histogram increases over a window, queues, and how far to believe them."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -42,3 +44,36 @@ class MetricsReading:
     in_flight: float = 0.0  # now
     oldest_waiting_seconds: float = 0.0  # now; age of the oldest request without a first token
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineWork:
+    """What is outstanding on one machine now: prompts given and not computed, streams and their contexts.
+
+    `prompt_pairs`: of each prompt, its tokens times those before them, summed (n²/2 for one of n without a cached
+    prefix). `lent`: it computes prompts for the other pool.
+    """
+
+    prompt_tokens: float = 0.0
+    prompt_pairs: float = 0.0
+    streams: float = 0.0
+    context_tokens: float = 0.0
+    lent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LiveReading:
+    """Asked of routers and engines directly, so a second old and not a scrape. `work` by uid of machine."""
+
+    read_at: float
+    work: Mapping[str, MachineWork] = field(default_factory=dict)
+
+    def is_sound(self, now: float, most_age_seconds: float) -> bool:
+        """Fresh, and all of it numbers; else it says nothing."""
+        if not 0 <= now - self.read_at <= most_age_seconds:
+            return False
+        return all(
+            math.isfinite(n) and n >= 0
+            for w in self.work.values()
+            for n in (w.prompt_tokens, w.prompt_pairs, w.streams, w.context_tokens)
+        )

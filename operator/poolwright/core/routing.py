@@ -2,84 +2,59 @@
 
 Prompts join the shortest queue, in estimated milliseconds, over prompt and mixed machines; a request whose prompt goes
 to a prompt machine decodes where least work is outstanding, over token and mixed machines; a mixed machine keeps what
-it is given. It knows machines and what this router has outstanding on them, never how anything is measured or sent.
+it is given. Where work has a price and the targets are known, the choice is `priced_routing`'s. It knows machines and
+what this router has outstanding on them, never how anything is measured or sent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from poolwright.core.machine import Machine
+from poolwright.core.priced_routing import choose_priced
+from poolwright.core.routes import (
+    ESTIMATE_TOLERANCE,
+    HANDOFF_MILLISECONDS,
+    IDLE,
+    LOCAL_PROMPT_TOKENS,
+    STREAM_TOKENS,
+    Choice,
+    Load,
+    NoMachine,
+    Route,
+    RoutingRequest,
+    Targets,
+)
 from poolwright_protocol.roles import Role
 
-# One decoding stream slows a prompt on the same machine about as much as this many more prompt tokens would.
-STREAM_TOKENS = 16
-# Equal machines measure this differently from one request to the next, so estimates this close count as equal.
-ESTIMATE_TOLERANCE = 0.2
-# What handing the KV over costs a request beside computing its prompt where it decodes.
-HANDOFF_MILLISECONDS = 5.0
-# Prompts up to this long may stay on the token machine: about one decode step's work, so nobody's gap grows much.
-LOCAL_PROMPT_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What this router has outstanding on one machine, and what it knows of its speed.
-
-    `avoid_until` is the breaker: until then (the caller's clock) the machine is used only if no other can be.
-    `recent_tokens` decays; it only breaks ties, so that idle machines take turns.
-    """
-
-    prompt_tokens: int = 0  # of prompts sent there to be computed, first token not seen yet
-    streams: int = 0  # requests that decode there, or will
-    milliseconds_per_token: float = 1.0
-    recent_tokens: float = 0.0
-    avoid_until: float = float("-inf")
-
-    @property
-    def work_tokens(self) -> int:
-        return self.prompt_tokens + self.streams * STREAM_TOKENS
-
-
-IDLE = Load()
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
-    """`tried` holds uids that failed this request already; they are not chosen again."""
-
-    prompt_tokens: int
-    tried: frozenset[str] = frozenset()
-    local_prompt_tokens: int = LOCAL_PROMPT_TOKENS
-
-
-class Route(StrEnum):
-    """Why a choice is as it is."""
-
-    SPLIT = "split"
-    MIXED = "a mixed machine is the cheapest"
-    SHORT_PROMPT = "a short prompt is cheaper where it decodes"
-    ONE_SIDED = "no machine for one of the phases, so any machine does both"
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """`prompt` None: the decoding machine computes the prompt too."""
-
-    token: Machine
-    prompt: Machine | None
-    route: Route
-
-
-@dataclass(frozen=True, slots=True)
-class NoMachine:
-    reason: str
+__all__ = [
+    "ESTIMATE_TOLERANCE",
+    "HANDOFF_MILLISECONDS",
+    "IDLE",
+    "LOCAL_PROMPT_TOKENS",
+    "STREAM_TOKENS",
+    "Choice",
+    "Load",
+    "NoMachine",
+    "Route",
+    "RoutingRequest",
+    "Targets",
+    "any_machine",
+    "choose",
+    "is_live",
+]
 
 
 def choose(
-    request: RoutingRequest, machines: Sequence[Machine], loads: Mapping[str, Load], now: float
+    request: RoutingRequest,
+    machines: Sequence[Machine],
+    loads: Mapping[str, Load],
+    now: float,
+    targets: Targets | None = None,
 ) -> Choice | NoMachine:
     """The same arguments give the same choice, whatever the order of `machines`."""
+    if targets is not None:
+        priced = choose_priced(request, machines, loads, now, targets)
+        if priced is not None:
+            return priced
     usable = _usable(machines, request.tried, loads, now)
     if not usable:
         return NoMachine(_why_none(machines, request.tried))

@@ -62,6 +62,7 @@ class PolicySpec:
     dwell_seconds: float = 60.0
     max_moves_per_window: int = 2
     window_seconds: float = 300.0
+    fast_interval_seconds: float = 5.0
 
     @property
     def budget(self) -> int:

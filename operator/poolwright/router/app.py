@@ -13,13 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from poolwright.core import routing
+from poolwright.core.ledger import Ledger
 from poolwright.core.routing import NoMachine
 from poolwright.machines import Machines
 from poolwright.router.config import RouterConfig
 from poolwright.router.errors import RequestError, error_body
 from poolwright.router.exchange import Exchanges
 from poolwright.router.fleet import Fleet
-from poolwright.router.ledger import Ledger
 from poolwright.router.metrics import RouterMetrics
 from poolwright.router.probe import Probe
 from poolwright.router.relay import (

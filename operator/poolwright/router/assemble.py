@@ -17,9 +17,10 @@ _TEXTS = ("text", "content", "refusal", "reasoning", "arguments")  # strings tha
 
 
 class Assembly:
-    """Add every event, then take the body."""
+    """Add every event, then take the body. `must_call`: the client left the model no choice but to call a tool."""
 
-    def __init__(self) -> None:
+    def __init__(self, must_call: bool = False) -> None:
+        self._must_call = must_call
         self._top: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._usage: dict[str, Any] | None = None
@@ -46,7 +47,7 @@ class Assembly:
             top["object"] = "chat.completion"
             for choice in choices:
                 message = choice["message"] = _filled(choice.get("message") or {}, _CHAT_MESSAGE)
-                if message.get("tool_calls"):
+                if message.get("tool_calls") and not self._must_call:
                     message["content"] = message.get("content") or None  # a stream says "" with the role
         answer = {**top, "choices": choices, "usage": _filled(self._usage or {}, _USAGE)}
         return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")

@@ -9,10 +9,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import aiohttp
 
 from poolwright.core import routing
+from poolwright.core.ledger import Entry, Ledger
 from poolwright.core.machine import Machine
 from poolwright.core.routing import Choice, NoMachine, RoutingRequest
 from poolwright.router import events, inference
@@ -22,7 +24,6 @@ from poolwright.router.errors import RequestError
 from poolwright.router.events import Kind
 from poolwright.router.fleet import Fleet
 from poolwright.router.inference import Inference
-from poolwright.router.ledger import Entry, Ledger
 from poolwright.router.meter import Meter
 from poolwright.router.metrics import RouterMetrics, Waiting
 from poolwright.router.relay import (
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 _BROKEN = 502
+_LOGGED = 200  # characters of a refusal
 _TAIL_SECONDS = 0.25  # between [DONE] and the end of an engine's response
 
 
@@ -97,6 +99,8 @@ class Exchanges:
             self._metrics.in_flight[waiting] = None
             code = await self._admitted(path, scope, receive, reply, waiting)
         except RequestError as error:
+            if error.status not in (429, 503):  # of which there may be many; metrics count them
+                log.info("Refused a request status=%d path=%s message=%r", error.status, path, str(error)[:_LOGGED])
             code = await reply.error(error)
         except Exception:
             log.exception("A request failed path=%s", path)
@@ -181,9 +185,13 @@ class Exchanges:
         response = await self._relay.open(machine, "POST", path, request.body, headers)
         try:
             self._ledger.answered(machine.uid)
-            if response.status != 200 or response.content_type != "text/event-stream":
-                return await reply.answer(await self._relay.read(machine, response))
             meter = Meter(self._metrics, waiting, entry, request.prompt_tokens, request.choices)
+            if response.status != 200 or response.content_type != "text/event-stream":
+                answer = await self._relay.read(machine, response)
+                if answer.status == 200:
+                    meter.whole(_usage_of(answer.body))
+                return await reply.answer(answer)
+            reply.name(response)
             return await self._stream(machine, response, request, reply, meter)
         finally:
             response.close()  # gives the connection back after its end, and cuts it before
@@ -244,7 +252,7 @@ class _View:
         self._meter = meter
         self._splitter = events.Splitter()
         self._whole = request.choices > 1 or not request.stream
-        self.assembly = Assembly()
+        self.assembly = Assembly(request.must_call)
         self.begun = False
         self._done = False
         self.failure: Answer | None = None  # an error that the engine reported in the stream
@@ -277,6 +285,16 @@ class _View:
             if self._done or self.failure:
                 break
         return b"".join(out)
+
+
+def _usage_of(body: bytes) -> dict[str, Any]:
+    """Empty where it says none."""
+    with suppress(ValueError):
+        fields = json.loads(body)
+        usage = fields.get("usage") if isinstance(fields, dict) else None
+        if isinstance(usage, dict):
+            return usage
+    return {}
 
 
 def _failure(event: events.Event) -> Answer:

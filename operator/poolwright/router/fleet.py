@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import cast
 
+from poolwright.core.ledger import Ledger
 from poolwright.core.machine import Machine
 from poolwright.core.routing import is_live
 from poolwright.machines import Machines
-from poolwright.router.ledger import Ledger
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,15 @@
 """A client's request body, read once: what the engine is sent, and what the client is owed in return.
 
-Owns only the fields that the router changes or needs; every other field is the engine's to judge and passes through.
+Owns only the fields that the router changes or needs; every other field is the engine's to judge and passes through,
+and so does what of those few cannot be read: the engine refuses it in its own words.
 """
 
 import json
 import secrets
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from poolwright.router.errors import RequestError
 
@@ -16,7 +19,8 @@ _SEED_BITS = 53  # exact in every JSON reader
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """`body` asks the engine for a stream with usage in every event, whatever the client asked for."""
+    """`body` asks the engine for a stream with usage in every event, whatever the client asked for; where `whole` is
+    true, for an answer that no stream carries."""
 
     body: bytes
     stream: bool
@@ -24,34 +28,63 @@ class Inference:
     continuous_usage: bool
     prompt_tokens: int  # estimated
     choices: int  # answers to come, at least 1
+    whole: bool = False
+    must_call: bool = False  # a tool: what it says beside its calls is then "" rather than null
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Fields(BaseModel):
+    """Read as engines read them: "yes" is a boolean and "2" an integer."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    temperature: float | None = None
+    seed: int | None = None
+
+    @property
+    def streamable(self) -> bool:
+        """Nothing is asked for that only a whole answer has: log probabilities of the prompt, which an echo brings
+        too, and the best of several."""
+        choices = 1 if self.n is None else self.n
+        return self.prompt_logprobs is None and not self.echo and self.best_of in (None, choices)
 
 
 def parse(raw: bytes) -> Inference:
     """Raises RequestError, always a 400."""
     fields = _object(raw)
-    stream = _flag(fields, "stream", "stream")
-    options = fields.get("stream_options")
-    if options is not None and not stream:
-        raise _bad("Stream options can only be defined when `stream=True`.", "stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise _bad("stream_options must be an object.", "stream_options")
-    options = options or {}
-    include_usage = _flag(options, "include_usage", "stream_options.include_usage")
-    continuous_usage = _flag(options, "continuous_usage_stats", "stream_options.continuous_usage_stats")
     prompt_tokens = _prompt_tokens(fields)
-    choices = _choices(fields)
-    fields["stream"] = True
-    fields["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": True}
-    temperature = fields.get("temperature")
-    if fields.get("seed") is None and (temperature is None or (_is_number(temperature) and temperature > 0)):
+    try:
+        read = _Fields.model_validate(fields)
+    except ValidationError:
+        return Inference(raw, False, False, False, prompt_tokens, 1, whole=True)
+    stream, options = bool(read.stream), read.stream_options
+    if read.seed is None and (read.temperature is None or read.temperature > 0):
         fields["seed"] = secrets.randbits(_SEED_BITS)
+    whole = not stream and (options is not None or not read.streamable)
+    if not whole:
+        fields["stream"] = True
+        given = fields.get("stream_options") or {}
+        fields["stream_options"] = {**given, "include_usage": True, "continuous_usage_stats": True}
+    include_usage = bool(options and options.include_usage)
     return Inference(
         body=json.dumps(fields, separators=(",", ":")).encode(),
         stream=stream,
         include_usage=include_usage,
-        continuous_usage=include_usage and continuous_usage,
+        continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         prompt_tokens=prompt_tokens,
-        choices=choices,
+        choices=_prompts(fields) * max(1, read.n or 1),
+        whole=whole,
+        must_call=fields.get("tool_choice") not in (None, "none", "auto"),
     )
 
 
@@ -76,25 +109,9 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _flag(fields: dict[str, Any], key: str, name: str) -> bool:
-    value = fields.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise _bad(f"{name} must be a boolean.", name)
-    return bool(value)
-
-
-def _bad(message: str, param: str) -> RequestError:
-    return RequestError(400, f"{message} (parameter={param})", kind="BadRequestError", param=param)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _choices(fields: dict[str, Any]) -> int:
-    prompt, n = fields.get("prompt"), fields.get("n")
-    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-    return prompts * (n if isinstance(n, int) and n > 1 else 1)
+def _prompts(fields: dict[str, Any]) -> int:
+    prompt = fields.get("prompt")
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
 def _prompt_tokens(fields: dict[str, Any]) -> int:

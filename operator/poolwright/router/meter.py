@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from poolwright.router.ledger import Entry
+from poolwright.core.ledger import Entry
 from poolwright.router.metrics import RouterMetrics, Waiting
 
 
@@ -62,6 +62,12 @@ class Meter:
         stream.tokens = before + new
         stream.last_at = now
         metrics.output_tokens += new
+
+    def whole(self, usage: dict[str, Any]) -> None:
+        """Of an answer that came all at once: its counts are known, when its tokens came is not."""
+        self._waiting.answered = True
+        self._metrics.output_tokens += usage.get("completion_tokens", 0)
+        self._correct(usage)
 
     def total(self, usage: dict[str, Any]) -> None:
         """The last event: usage of all choices together."""

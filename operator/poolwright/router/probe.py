@@ -6,10 +6,10 @@ A prompt machine gets no request from the router itself: without this, its death
 import asyncio
 from collections.abc import Callable
 
+from poolwright.core.ledger import Ledger
 from poolwright.core.machine import Machine
 from poolwright.core.routing import is_live
 from poolwright.router.fleet import Fleet
-from poolwright.router.ledger import Ledger
 from poolwright.router.relay import MachineFailed, Refused, Relay
 
 _SILENCES_THAT_COUNT = 3  # one late answer means load, not death

@@ -29,7 +29,8 @@ _SSE = [
 ]
 # Of a client's headers only these go on: an engine needs no cookies and no keys, and nobody but a router may set ours.
 _FORWARDED = (b"x-request-id", b"traceparent", b"tracestate")
-_RETURNED = ("content-type", "retry-after", "x-request-id")
+_REQUEST_ID = "x-request-id"
+_RETURNED = ("content-type", "retry-after", _REQUEST_ID)
 # Shorter than any server keeps an idle connection, so that we seldom write into one that it is closing.
 _KEEP_ALIVE_SECONDS = 4.0
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
@@ -63,13 +64,19 @@ class Reply:
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self._name: list[tuple[bytes, bytes]] = []
         self.streaming = False  # the head of an event stream is out
         self.ended = False  # nothing more goes out
+
+    def name(self, response: aiohttp.ClientResponse) -> None:
+        """What is put together here carries the id under which the engine answered."""
+        if _REQUEST_ID in response.headers:
+            self._name = [(_REQUEST_ID.encode(), response.headers[_REQUEST_ID].encode("latin-1"))]
 
     async def event_bytes(self, data: bytes) -> None:
         if not self.streaming:
             self.streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _SSE})
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE, *self._name]})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_events(self, last: bytes = b"") -> None:
@@ -79,7 +86,7 @@ class Reply:
 
     async def whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         self.ended = True
-        sized = [*(headers or [JSON]), (b"content-length", b"%d" % len(body))]
+        sized = [*(headers or [JSON, *self._name]), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": status, "headers": sized})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

@@ -8,6 +8,7 @@ for is written at the scheduler, in `poolwright_engine.scheduling`.
 
 import bisect
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -92,6 +93,9 @@ class CountingEngine:
         self._crossing: list[dict[Job, None]] = [
             {} for _ in range(self._block)
         ]  # by (step mod block) of their next block
+        self._dues: list[
+            tuple[float, int, int, Job]
+        ] = []  # of the active: when their next token is due, less steps made
         self._last_decode_end = 0.0
         self._last_decode_number = NEVER_WRITTEN
 
@@ -109,7 +113,12 @@ class CountingEngine:
     # What may happen between two steps.
 
     def set_rules(self, rules: EngineRules) -> None:
+        has_new_target = rules.tbt_target_seconds != self._rules.tbt_target_seconds
         self._rules = rules
+        if has_new_target:
+            self._dues = []
+            for job in self._active:
+                self._note_due(job)
 
     def why_never(self, request: Request) -> str | None:
         needed = blocks_for(request.prompt_tokens + request.output_tokens - 1, self._block)
@@ -221,6 +230,8 @@ class CountingEngine:
                 continue
             if job.stream.first_at is None:
                 job.stream.first_at = job.stream.last_at = now
+                if job in self._active:
+                    self._note_due(job)
                 listener.first_token(job)
             else:
                 self._gap(job, now)
@@ -619,6 +630,14 @@ class CountingEngine:
                 self._crossing[job.cross_class][job] = None
         self._active[job] = None
         self._context += start + 1
+        self._note_due(job)
+
+    def _note_due(self, job: Job) -> None:
+        """Its tokens are due a target apart from its first one on; with each step each is one further."""
+        target, first = self._rules.tbt_target_seconds, job.stream.first_at
+        if target is not None and first is not None:  # else when that is read
+            sampled = job.join_start - job.join_at + 2 - job.request.prompt_tokens  # at step 0, so to speak
+            heapq.heappush(self._dues, (first + sampled * target, job.serial, job.epoch, job))
 
     def _deactivate(self, job: Job) -> None:
         """It decoded up to the last step formed; put down where that leaves it."""
@@ -906,25 +925,23 @@ class CountingEngine:
         most, target = rules.most_tokens, rules.tbt_target_seconds
         if target is None:
             return most
-        slack, decodes, kv_tokens, first_prompt = float("inf"), 0, 0, 0
-        begins = now + sum(self._predictor.predict(_work(plan)) for plan in self._unread)
-        for job in self._running:
-            if job.prefilling:
-                first_prompt = first_prompt or job.computed
-                continue
-            decodes += 1
-            if job in self._active:
-                steps = self._steps - job.join_at + 1
-                computed = job.join_start + steps
-                sampled = computed - job.request.prompt_tokens + 1
-            else:
-                computed, sampled = job.computed, job.sampled
-            kv_tokens += computed
-            first = job.stream.first_at
-            slack = min(slack, (begins if first is None else first) + sampled * target - begins)
+        decodes = len(self._running) - len(self._prefilling)
         if not decodes:
             return most
-        budget = self._predictor.budget(slack, decodes, kv_tokens + first_prompt, rules.tile_tokens, most)
+        begins = now + sum(self._predictor.predict(_work(plan)) for plan in self._unread)
+        slack = float("inf")
+        kv_tokens = self._context - len(self._active) + next((j.computed for j in self._prefilling if j.computed), 0)
+        dues = self._dues
+        while dues and dues[0][2] != dues[0][3].epoch:
+            heapq.heappop(dues)
+        if dues:
+            slack = dues[0][0] + self._steps * target - begins
+        ending = (job for plan in self._unread for job in plan.finished if job in self._running)
+        for job in itertools.chain(self._ready, self._stalled, ending):
+            kv_tokens += job.computed
+            first = job.stream.first_at
+            slack = min(slack, (begins if first is None else first) + job.sampled * target - begins)
+        budget = self._predictor.budget(slack, decodes, kv_tokens, rules.tile_tokens, most)
         return max(budget, min(most, decodes + 1))
 
 
@@ -933,7 +950,8 @@ def unread_prompts(unread: Iterable[Plan], prefilling: Iterable[Job]) -> dict[Jo
     tokens: dict[Job, int] = {}
     for plan in unread:
         for job, chunk in zip(plan.chunk_jobs, plan.chunks, strict=True):
-            tokens[job] = tokens.get(job, 0) + chunk.tokens
+            if not job.ended:
+                tokens[job] = tokens.get(job, 0) + chunk.tokens
     for job in prefilling:
         tokens[job] = tokens.get(job, 0) + job.remaining
     return tokens

@@ -12,7 +12,6 @@ from scipy.optimize import lsq_linear
 
 from poolwright.core.pricing import MachinePrices
 from poolwright.sim.step_time import Chunk, MachineModel, StepTime
-from poolwright_engine.scheduling import scheduler_config
 from poolwright_engine.scheduling.budget import StepPredictor, StepWork
 from poolwright_protocol.step_time import StepCost, StepProfile
 
@@ -89,14 +88,7 @@ class FixedPredictor(StepPredictor):
     measurement."""
 
     def __init__(self, step_time: StepTime) -> None:
-        profile = fit(step_time).engine
-        super().__init__(
-            scheduler_config.StepProfile(decode=_engine_cost(profile.decode), mixed=_engine_cost(profile.mixed))
-        )
+        super().__init__(fit(step_time).engine)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Nothing that the table does not say already."""
-
-
-def _engine_cost(cost: StepCost) -> scheduler_config.StepCost:
-    return scheduler_config.StepCost(cost.fixed_seconds, cost.token_seconds, cost.kv_token_seconds)

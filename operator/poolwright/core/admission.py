@@ -1,0 +1,149 @@
+"""Whether a request is taken: both latencies predicted for the time when its prefill will end.
+
+Mooncake (FAST 2025) found that to test decode load at arrival makes both pools swing in opposite phase, since that load
+comes only after the prefill; so here it is what will be left of today's streams then, and those bound there by then. A
+request that cannot be in time is relegated (served after all others, never dropped), up to a share of all requests
+(QoServe: some 5 % keep the rest within their targets), and else refused, with the time after which it could be taken.
+One that no machine could serve in time even when idle is refused for good, and told so.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from poolwright.core.machine import Machine
+from poolwright.core.priced_routing import whole_seconds
+from poolwright.core.pricing import HANDOFF_SECONDS
+from poolwright.core.routes import IDLE, Load, RoutingRequest, Targets
+from poolwright_protocol.roles import Role
+
+MOST_RELEGATED_SHARE = 0.05
+_TALLY_REQUESTS = 1000.0  # older ones are forgotten at this rate
+_LEAST_RETRY_SECONDS = 1
+
+
+class Verdict(StrEnum):
+    ADMIT = "Admit"
+    RELEGATE = "Relegate"
+    REJECT = "Reject"
+
+
+class AdmissionReason(StrEnum):
+    """Closed."""
+
+    IN_TIME = "InTime"
+    UNPRICED = "Unpriced"  # nothing can be predicted, so everything is taken
+    TTFT_LATE = "TTFTLate"
+    TBT_LATE = "TBTLate"
+    PROMPT_TOO_LONG = "PromptTooLong"
+    TBT_INFEASIBLE = "TBTInfeasible"
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Of late: how many requests were judged, and how many relegated. A value; `counted` gives the next."""
+
+    requests: float = 0.0
+    relegated: float = 0.0
+
+    def allows_one_more(self) -> bool:
+        return self.relegated + 1 <= MOST_RELEGATED_SHARE * (self.requests + 1)
+
+    def counted(self, relegated: bool) -> "Tally":
+        kept = 1 - 1 / _TALLY_REQUESTS if self.requests >= _TALLY_REQUESTS else 1.0
+        return Tally(self.requests * kept + 1, self.relegated * kept + relegated)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """`ttft_seconds`, `tbt_seconds`: predicted. `retry_after_seconds`: None where waiting will not help."""
+
+    verdict: Verdict
+    reason: AdmissionReason
+    ttft_seconds: float = 0.0
+    tbt_seconds: float = 0.0
+    retry_after_seconds: int | None = None
+
+
+def admit(
+    request: RoutingRequest,
+    machines: Sequence[Machine],
+    loads: Mapping[str, Load],
+    now: float,
+    targets: Targets,
+    tally: Tally,
+) -> tuple[Admission, Tally]:
+    """A machine without a price, or none at all, is no reason to refuse: the choice of machines speaks then."""
+    usable = [
+        (m, loads.get(m.uid, IDLE)) for m in machines if m.ready and not m.deleting and m.uid not in request.tried
+    ]
+    if not usable or any(load.prices is None for _, load in usable):
+        return Admission(Verdict.ADMIT, AdmissionReason.UNPRICED), tally.counted(relegated=False)
+    sound = [(m, at) for m, at in usable if at.avoid_until <= now and m.move is None] or usable
+    judged = _judge(request, sound, now, targets)
+    if judged.verdict is Verdict.REJECT and judged.retry_after_seconds is not None and tally.allows_one_more():
+        judged = Admission(Verdict.RELEGATE, judged.reason, judged.ttft_seconds, judged.tbt_seconds)
+    return judged, tally.counted(judged.verdict is Verdict.RELEGATE)
+
+
+def _judge(
+    request: RoutingRequest, machines: Sequence[tuple[Machine, Load]], now: float, targets: Targets
+) -> Admission:
+    own, ends = math.inf, math.inf
+    for machine, load in machines:
+        if load.prices is None or (machine.role is Role.TOKEN and not load.lent and len(machines) > 1):
+            continue
+        cached = request.cached_tokens.get(machine.uid, 0)
+        own = min(own, load.prices.prefill_seconds(request.prompt_tokens, cached))
+        pure = machine.role is Role.PROMPT and not load.lent
+        seconds = (
+            load.prices.prefill_seconds(request.prompt_tokens, cached) + HANDOFF_SECONDS
+            if pure
+            else whole_seconds(load.prices, load, request.prompt_tokens, cached, targets)
+        )
+        ends = min(ends, max(now, load.free_at) + seconds)
+    if math.isinf(ends):  # token machines alone: each does both
+        for machine, load in machines:
+            if load.prices is None:
+                continue
+            cached = request.cached_tokens.get(machine.uid, 0)
+            own = min(own, load.prices.prefill_seconds(request.prompt_tokens, cached))
+            seconds = whole_seconds(load.prices, load, request.prompt_tokens, cached, targets)
+            ends = min(ends, max(now, load.free_at) + seconds)
+    ttft = ends - now
+    if own > targets.ttft_seconds:
+        return Admission(Verdict.REJECT, AdmissionReason.PROMPT_TOO_LONG, own)
+
+    decoders = [(m, at) for m, at in machines if m.role is not Role.PROMPT] or list(machines)
+    predicted = [_step_at_prefill_end(request, load, ttft) for _, load in decoders]
+    tbt, leaves = min(predicted, default=(math.inf, math.inf))
+    alone = min((at.prices.decode_seconds(1, request.prompt_tokens) for _, at in decoders if at.prices), default=0.0)
+    if alone > targets.tbt_seconds:
+        return Admission(Verdict.REJECT, AdmissionReason.TBT_INFEASIBLE, ttft, alone)
+    if ttft > targets.ttft_seconds:
+        retry = _seconds_up(ttft - targets.ttft_seconds)
+        return Admission(Verdict.REJECT, AdmissionReason.TTFT_LATE, ttft, tbt, retry)
+    if tbt > targets.tbt_seconds:
+        # Streams leave evenly over the time an answer takes: the share that is too many, of that time.
+        share = min(1.0, (tbt - targets.tbt_seconds) / max(tbt - alone, 1e-9))
+        return Admission(Verdict.REJECT, AdmissionReason.TBT_LATE, ttft, tbt, _seconds_up(share * leaves))
+    return Admission(Verdict.ADMIT, AdmissionReason.IN_TIME, ttft, tbt)
+
+
+def _step_at_prefill_end(request: RoutingRequest, load: Load, seconds: float) -> tuple[float, float]:
+    """(a decode step with this stream in it then, how long an answer takes there now)."""
+    prices = load.prices
+    if prices is None:
+        return math.inf, math.inf
+    step = prices.decode_seconds(max(1, load.streams), load.context_tokens)
+    answer = max(1.0, request.output_tokens) * step
+    decoding = load.streams - load.bound_streams
+    left = load.bound_streams + decoding * max(0.0, 1 - seconds / answer)
+    context = load.context_tokens * left / load.streams if load.streams else 0.0
+    mine = request.prompt_tokens + request.output_tokens / 2
+    return prices.decode_seconds(left + 1, context + mine), answer
+
+
+def _seconds_up(seconds: float) -> int:
+    return max(_LEAST_RETRY_SECONDS, math.ceil(min(seconds, 86_400.0)))

@@ -1,0 +1,66 @@
+"""The numbers that a decision was made on, as texts."""
+
+import math
+from collections.abc import Sequence
+
+from poolwright.core.decision import ObjectiveReading, Snapshot
+from poolwright.core.demand import ByClass, Demand
+from poolwright.core.objective import Load
+from poolwright.core.reading import MetricsState
+from poolwright.core.split import Counts
+from poolwright_protocol.roles import Role
+
+
+def evidence(
+    snapshot: Snapshot,
+    objectives: Sequence[ObjectiveReading],
+    load: Load,
+    counts: Counts,
+    demand: Demand | None,
+    by_class: ByClass,
+) -> tuple[tuple[str, str], ...]:
+    reading = snapshot.reading
+    lines = [
+        ("split", "/".join(str(counts[r]) for r in (Role.PROMPT, Role.TOKEN, Role.MIXED))),
+        ("metrics", reading.state.value),
+    ]
+    for o in objectives:
+        share = "" if o.share_under_target is None else f", {o.share_under_target:.0%} under"
+        bound = ">= " if o.at_least else ""
+        lines.append(
+            (
+                o.name,
+                f"{o.state.value}: {bound}{seconds_text(o.observed_seconds)} of {seconds_text(o.target_seconds)}"
+                f"{share}, {o.samples:.0f} samples",
+            )
+        )
+    if reading.state in (MetricsState.COMPLETE, MetricsState.PARTIAL):
+        lines += [
+            ("arrivals", f"{reading.arrivals:.0f} in {reading.window_seconds:.0f} s"),
+            ("in-flight", f"{reading.in_flight:.0f}"),
+            ("oldest-waiting", seconds_text(reading.oldest_waiting_seconds)),
+            ("before-first-token", f"{load.requests_before_first_token:.2f} requests"),
+            ("decoding", f"{load.streams:.2f} streams"),
+        ]
+    if demand is not None:
+        offered, pressure = demand.offered, demand.pressure(by_class)
+        lines += [
+            ("offered", f"{offered.requests_per_second:.2f} requests/s of {offered.prompt_tokens:.0f} prompt tokens"),
+            (
+                "answers",
+                f"{offered.output_tokens:.0f} tokens each, counts stray by {offered.dispersion:.1f} of Poisson",
+            ),
+            ("pressure", f"prompts {pressure.prompt:.2f}, tokens {pressure.token:.2f}"),
+            ("machines-wanted", f"{demand.machines_wanted(by_class):+.1f}"),
+        ]
+    return tuple(lines)
+
+
+def seconds_text(value: float | None) -> str:
+    if value is None:
+        return "nothing observed"
+    return f"{value * 1000:.0f} ms" if value < 10 else f"{value:.1f} s"
+
+
+def times_text(value: float | None) -> str:
+    return "more than any" if value is None or math.isinf(value) else f"{value:.2f}x"

@@ -1,0 +1,103 @@
+"""What a routing choice is made from and what it says, as values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from poolwright.core.machine import Machine
+from poolwright.core.pricing import HANDOFF_SECONDS, MachinePrices
+
+# One decoding stream slows a prompt on the same machine about as much as this many more prompt tokens would.
+STREAM_TOKENS = 16
+# Equal machines measure this differently from one request to the next, so estimates this close count as equal.
+ESTIMATE_TOLERANCE = 0.2
+HANDOFF_MILLISECONDS = HANDOFF_SECONDS * 1000
+# Prompts up to this long may stay on the token machine: about one decode step's work, so nobody's gap grows much.
+LOCAL_PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What this router has outstanding on one machine, and what it knows of its speed.
+
+    `avoid_until` is the breaker: until then (the caller's clock) the machine is used only if no other can be.
+    `recent_tokens` decays; it only breaks ties, so that idle machines take turns.
+
+    With `prices`: `free_at` (the caller's clock) is when the prompts given to it are predicted to be computed,
+    `context_tokens` the KV of its streams half way through their answers, `kv_free_tokens` what its memory has left,
+    `next_step_seconds` a decode step of its streams and one more without context, `bound_streams` those of its streams
+    whose prompt is not computed yet; `prefill_bound` its `maxPrefillTokensPerStep`; `lent`: it works for the other
+    pool, as a mixed machine does.
+    """
+
+    prompt_tokens: int = 0  # of prompts sent there to be computed, first token not seen yet
+    streams: int = 0  # requests that decode there, or will
+    milliseconds_per_token: float = 1.0
+    recent_tokens: float = 0.0
+    avoid_until: float = float("-inf")
+    prices: MachinePrices | None = None
+    free_at: float = float("-inf")
+    context_tokens: float = 0.0
+    next_step_seconds: float = 0.0
+    kv_free_tokens: float = float("inf")
+    bound_streams: int = 0
+    prefill_bound: int | None = None
+    lent: bool = False
+
+    @property
+    def work_tokens(self) -> int:
+        return self.prompt_tokens + self.streams * STREAM_TOKENS
+
+
+IDLE = Load()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """`tried` holds uids that failed this request already; they are not chosen again. `cached_tokens`: by uid, how much
+    of the prompt its cache holds. `output_tokens`: expected."""
+
+    prompt_tokens: int
+    tried: frozenset[str] = frozenset()
+    local_prompt_tokens: int = LOCAL_PROMPT_TOKENS
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    output_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a request is promised; inf where nothing is. `every_gap`: the second token counts as the others do, which a
+    hand-over delays; else it may be late, as where the target is a percentile of many gaps."""
+
+    ttft_seconds: float
+    tbt_seconds: float
+    every_gap: bool = True
+
+
+class Route(StrEnum):
+    """Why a choice is as it is."""
+
+    SPLIT = "split"
+    MIXED = "a mixed machine is the cheapest"
+    SHORT_PROMPT = "a short prompt is cheaper where it decodes"
+    ONE_SIDED = "no machine for one of the phases, so any machine does both"
+    PREFIX = "a cached prefix outweighs the wait"
+    BORROWED_FOR_PROMPT = "no pair is in time, and a token machine has slack"
+    BORROWED_FOR_TOKENS = "no pair is in time, and a prompt machine has room"
+
+
+BORROWED = frozenset({Route.BORROWED_FOR_PROMPT, Route.BORROWED_FOR_TOKENS})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`prompt` None: the decoding machine computes the prompt too."""
+
+    token: Machine
+    prompt: Machine | None
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
+class NoMachine:
+    reason: str
