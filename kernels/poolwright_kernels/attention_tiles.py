@@ -74,11 +74,16 @@ def tiles_for(
         small_rows *= 2
     wide = head_size > 128 or element_bytes > 2
     keys = 32 if wide else 64
+    is_padded = head_size & (head_size - 1) > 0  # to a power of two, and masked for it, which takes registers
     if not has_chunks:
-        return Tiles(128, keys, 3, small_rows, keys, 5, warps=4, programs_per_multiprocessor=2 if wide else 3)
+        programs = 2 if wide or (is_padded and cache_bytes == 1) else 3
+        return Tiles(128, keys, 3, small_rows, keys, 5, warps=4, programs_per_multiprocessor=programs)
     large_rows = max(64, small_rows) if wide else 128
     # tcgen05 reads where a tile of 16 elements of the head lies in shared memory from a pair of registers, and the
     # compiler keeps them for all loops at once: with more than one, heads of 256 do not fit. Nor do they beside the
     # conversion of an 8-bit cache for wgmma.
     crowded = head_size > 128 and (100 <= capability < 120 or (cache_bytes == 1 and 90 <= capability < 100))
-    return Tiles(large_rows, keys, 3, small_rows, keys, 5, 8, programs_per_multiprocessor=1, one_large_loop=crowded)
+    large_keys = 32 if is_padded and capability >= 120 else keys
+    return Tiles(
+        large_rows, large_keys, 3, small_rows, keys, 5, 8, programs_per_multiprocessor=1, one_large_loop=crowded
+    )

@@ -34,15 +34,9 @@ _VARIANTS = ("", " window", " soft-cap")
 _NO_FP8 = (90, 100, 120)  # sm_80 has no instruction for e4m3, and Triton refuses it
 _BEST = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}  # for tiles of 64 rows and more; one warp's mma for fewer
 
-# Bytes of stack that a row may use, outside its loops, by (subject, Triton, target): only sm_120, the target of
-# workstations, may be here. Chunks of heads of 96 elements, as the oldest compiler has them: a tile of half the keys
-# would spill nothing, and cost more in every pass than these do once for an item.
-NAMED_SPILLS: dict[tuple[str, str, int], int] = {
-    (f"attention mixed 96×{group} {dtype}{variant}", TRITON_VERSIONS[0], 120): 32
-    for group in _GROUPS
-    for dtype in ("bf16", "fp16")
-    for variant in _VARIANTS
-}
+# Bytes of stack that a row may use, outside its loops, by (subject, Triton, target). Only sm_120, the target of
+# workstations, may be here.
+NAMED_SPILLS: dict[tuple[str, str, int], int] = {}
 
 _MEASURE = 1  # raised when a row says something else of the same machine code
 

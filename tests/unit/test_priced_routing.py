@@ -263,10 +263,11 @@ class TestSoundness:
         assert places(Site(P1, P2, T1).choose(1000, tried=frozenset({"p1"})))[0] == "p2"
 
     def test_one_machine_without_a_price_leaves_the_choice_to_what_was_measured(self) -> None:
-        site = Site(P1, P2, T1)
-        site.ledger.price("p2", None)
-        site.queue(P1, 3000)
-        assert places(site.choose())[0] == "p2"
+        for unpriced in ("p1", "p2"):  # the first of them, and another
+            site = Site(P1, P2, T1)
+            site.ledger.price(unpriced, None)
+            site.queue(P1, 3000)
+            assert places(site.choose())[0] == "p2"
 
     @pytest.mark.parametrize("machines", [[P1, P2], [T1, T2], [M1]])
     def test_one_sided_pools_still_serve(self, machines: Iterable[Machine]) -> None:

@@ -45,9 +45,9 @@ def choose_priced(
         if load.avoid_until > now or uid in tried:
             continue
         prices = load.prices
+        if prices is None:
+            return None
         if prices is not known:
-            if prices is None:
-                return None
             known, alone = prices, prices.prefill_seconds(n)
             # Of this stream, half way through its answer.
             kv_seconds = (n + request.output_tokens / 2) * prices.profile.decode.kv_token_seconds
@@ -55,7 +55,7 @@ def choose_priced(
         if role is Role.PROMPT:
             free_at = load.free_at
             end = (free_at if free_at > now else now) + alone
-            if cached and uid in cached and prices is not None:
+            if cached and uid in cached:
                 end += prices.prefill_seconds(n, cached[uid]) - alone
             prompts.append((end, load.recent_tokens, uid, machine))
             if load.lent:
@@ -79,7 +79,7 @@ def choose_priced(
 
     best_prompt = min(prompts, default=None)
     best_whole = _best_whole(request, whole, now, targets)
-    least = min(tokens, key=lambda t: t[:2])
+    least = min(tokens)  # uids differ, so machines are never compared
     token = packed or least[2]
     deadline = now + targets.ttft_seconds
     pair_end = best_prompt[0] + HANDOFF_SECONDS if best_prompt else float("inf")

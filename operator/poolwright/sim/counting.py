@@ -18,17 +18,16 @@ from poolwright.sim.gaps import GapLog
 from poolwright.sim.policy import Batching, EngineRules
 from poolwright.sim.prefix import block_keys
 from poolwright.sim.request import Request
+from poolwright.sim.step_rules import cuts_prompts, seats, whole_prompt_budget
 from poolwright.sim.step_time import Chunk
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool
 from poolwright_engine.scheduling.budget import StepPredictor, StepWork
+from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
 from poolwright_protocol.kv import blocks_for
 
-WATERMARK = 0.01
-UNGRANTED_SHARE_PERCENT = 25
-MOST_PREEMPTIONS = 3
-STATIC_WINDOW_SECONDS = 0.1
-_WINDOW = 64
-_SHARE_OF_FIRST = 4
+_DEFAULTS = SchedulerConfig(max_model_len=1)
+_WINDOW = 64  # the scheduler's
+_SHARE_OF_FIRST = 4  # the sarathi batching's
 
 
 class Wanted(NamedTuple):
@@ -40,22 +39,6 @@ class Wanted(NamedTuple):
     hits: list[int] | None  # None: in flight
 
 
-def whole_prompt_budget(rules: EngineRules, head_tokens: int, decodes: int) -> int:
-    """Tokens of a step that cuts no prompt: the first in line goes whatever its length."""
-    budget = rules.most_tokens if rules.token_budget is None else rules.token_budget
-    return max(budget, head_tokens + (decodes if rules.batching is Batching.ORCA else 0))
-
-
-def cuts_prompts(rules: EngineRules) -> bool:
-    return rules.batching in (Batching.SARATHI, Batching.VLLM)
-
-
-def seats(rules: EngineRules) -> int:
-    """A step holds a token of everyone who decodes."""
-    most = rules.most_tokens if rules.token_budget is None else rules.token_budget
-    return min(rules.max_sequences, most)
-
-
 class CountingEngine:
     def __init__(
         self, kv_capacity_tokens: int, rules: EngineRules, predictor: StepPredictor, listener: Listener, prefixes: bool
@@ -65,7 +48,7 @@ class CountingEngine:
         self._total = max(1, kv_capacity_tokens // self._block)
         self._free = self._total
         self._pool = BlockPool(self._total + 1, self._block) if prefixes and rules.prefix_cache else None
-        self._watermark = int(WATERMARK * self._total)
+        self._watermark = int(_DEFAULTS.watermark * self._total)
         self._fenced: deque[tuple[int, int]] = deque()
         self._predictor = predictor
         self._listener = listener
@@ -379,8 +362,8 @@ class CountingEngine:
         if line:
             since = min(prompt.job.arrival for prompt in line)
             resumed = any(_is_resumed(prompt) for prompt in line)
-            if len(line) < size and now < since + STATIC_WINDOW_SECONDS and not resumed:
-                self.wake_at = since + STATIC_WINDOW_SECONDS
+            if len(line) < size and now < since + _DEFAULTS.static_window_seconds and not resumed:
+                self.wake_at = since + _DEFAULTS.static_window_seconds
             else:
                 for prompt in line[:size]:
                     self._admit(prompt)
@@ -424,7 +407,7 @@ class CountingEngine:
         room = self._room
         if room < 1 and len(self._line) == len(self._waiting):
             return found
-        share = self._total * UNGRANTED_SHARE_PERCENT // 100
+        share = self._total * _DEFAULTS.ungranted_share_percent // 100
         ungranted = self._ungranted_blocks
         seats_left = seats(self._rules) - self._seated
         kept_blocks = kept_seats = wanted = 0
@@ -962,7 +945,7 @@ def _is_resumed(prompt: Wanted) -> bool:
 
 
 def _worth(job: Job) -> tuple[bool, int, float, int]:
-    return job.preemptions < MOST_PREEMPTIONS, job.priority, job.arrival, job.serial
+    return job.preemptions < _DEFAULTS.max_preemptions, job.priority, job.arrival, job.serial
 
 
 def _wait_key(job: Job) -> tuple[int, bool, float, int]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence as Values
 
-from poolwright.sim.counting import cuts_prompts, seats, whole_prompt_budget
 from poolwright.sim.engine import Job, Listener, Part, Plan
 from poolwright.sim.policy import EngineRules
 from poolwright.sim.prefix import block_keys
 from poolwright.sim.request import Request
+from poolwright.sim.step_rules import cuts_prompts, seats, whole_prompt_budget
 from poolwright.sim.step_time import Chunk
 from poolwright_engine.scheduling import scheduler_config
 from poolwright_engine.scheduling.batching.strategy import Strategy, strategy

@@ -210,7 +210,7 @@ class _Control:
         )
         if self.options.affinity and arrival.prefix:
             keys = shared_keys(arrival, arrival.prefix_block_tokens)
-            for uid in {prompt.uid, choice.token.uid}:
+            for uid in dict.fromkeys((prompt.uid, choice.token.uid)):
                 self.prefixes.record(uid, keys)
         return Placement(choice.token.uid, choice.prompt.uid if choice.prompt else None, relegated, choice.route.value)
 
