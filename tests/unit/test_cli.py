@@ -43,7 +43,7 @@ def test_crd_prints_the_file_byte_for_byte(cli: CliRunner) -> None:
 
 def test_no_verb_prints_the_verbs_and_an_unknown_one_is_refused(cli: CliRunner) -> None:
     bare = cli.invoke(app, [])
-    for verb in ("operator", "router", "demo", "validate", "crd", "version"):
+    for verb in ("operator", "router", "demo", "plan", "simulate", "ledger", "validate", "crd", "version"):
         assert verb in bare.output
     unknown = cli.invoke(app, ["fly"])
     assert unknown.exit_code == 2

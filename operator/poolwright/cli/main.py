@@ -95,6 +95,140 @@ def crd() -> None:
     typer.echo(render(), nl=False)
 
 
+TraceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        help="azure-code, azure-conversation, mooncake-conversation, or a CSV file with columns arrival_seconds, "
+        "prompt_tokens, output_tokens.",
+    ),
+]
+PromptTokensOption = Annotated[str | None, typer.Option(help="Instead of a trace: MEDIAN or MEDIAN,P90 of prompts.")]
+OutputTokensOption = Annotated[str | None, typer.Option(help="Instead of a trace: MEDIAN or MEDIAN,P90 of answers.")]
+RateOption = Annotated[float | None, typer.Option(help="Requests a second. Default: the trace's own.")]
+SecondsOption = Annotated[float, typer.Option(help="How much of it: the first seconds of the trace.")]
+TTFTOption = Annotated[float, typer.Option("--ttft", help="Target of the time to the first token, in seconds.")]
+TBTOption = Annotated[
+    float, typer.Option("--tbt", help="Target of the 99th percentile of a request's gaps, in seconds.")
+]
+NetworkOption = Annotated[float, typer.Option(help="Gbps of each machine's link to the others.")]
+JSONOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command()
+def plan(
+    hardware: Annotated[
+        list[str], typer.Option(help="A kind of machine by its name in the tables; several may be mixed by phase.")
+    ],
+    trace: TraceOption = None,
+    prompt_tokens: PromptTokensOption = None,
+    output_tokens: OutputTokensOption = None,
+    rate: RateOption = None,
+    seconds: SecondsOption = 120.0,
+    ttft: TTFTOption = 2.0,
+    tbt: TBTOption = 0.1,
+    target: Annotated[float, typer.Option(help="Share of requests that are to meet both targets.")] = 0.9,
+    machines: Annotated[int | None, typer.Option(help="How many there are. Default: the least that do.")] = None,
+    most_machines: Annotated[int, typer.Option(help="Where the search for the least gives up.")] = 16,
+    goal: Annotated[str, typer.Option(help="What the least is of: machines, cost or power.")] = "machines",
+    network_gbps: NetworkOption = 200.0,
+    every_split: Annotated[bool, typer.Option(help="Try all, not only those near the loads of the phases.")] = False,
+    offline: Annotated[bool, typer.Option(help="No request has a deadline.")] = False,
+    seed: Annotated[int, typer.Option(help="Of generated and repeated arrivals.")] = 0,
+    as_json: JSONOption = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="A file that keeps what was simulated, for the next time.")
+    ] = None,
+) -> None:
+    """Simulate forms of a cluster and print the least that meets the targets: split, cost, power, KV ledger, verdict.
+
+    Exit code 1 where none meets them. Ctrl-C prints what is known by then."""
+    from poolwright.cli.plan import run
+
+    raise typer.Exit(
+        run(
+            trace=trace,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            rate=rate,
+            seconds=seconds,
+            ttft_seconds=ttft,
+            tbt_seconds=tbt,
+            target=target,
+            hardware=hardware,
+            machines=machines,
+            most_machines=most_machines,
+            goal=goal,
+            network_gbps=network_gbps,
+            every_split=every_split,
+            offline=offline,
+            seed=seed,
+            as_json=as_json,
+            resume=resume,
+        )
+    )
+
+
+@app.command()
+def simulate(
+    hardware: Annotated[str, typer.Option(help="The kind of machine by its name in the tables.")],
+    machines: Annotated[int, typer.Option(help="How many of them.")],
+    policy: Annotated[
+        list[str],
+        typer.Option(help="ours, a published one, or a static split such as 2P2T or 4M; several may be given."),
+    ] = ["ours"],  # noqa: B006 - typer copies it
+    trace: TraceOption = None,
+    prompt_tokens: PromptTokensOption = None,
+    output_tokens: OutputTokensOption = None,
+    rate: RateOption = None,
+    seconds: SecondsOption = 600.0,
+    ttft: TTFTOption = 2.0,
+    tbt: TBTOption = 0.1,
+    network_gbps: NetworkOption = 200.0,
+    exact: Annotated[bool, typer.Option("--exact", help="Run the engine's own scheduler in every step; slow.")] = False,
+    seed: Annotated[int, typer.Option(help="Of generated and repeated arrivals.")] = 0,
+    as_json: JSONOption = False,
+    html: Annotated[Path | None, typer.Option(help="Also write one page with pictures of each run.")] = None,
+) -> None:
+    """Run policies on a trace in virtual time, and print what each attained."""
+    from poolwright.cli.simulate import run
+
+    raise typer.Exit(
+        run(
+            names=policy,
+            trace=trace,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            rate=rate,
+            seconds=seconds,
+            ttft_seconds=ttft,
+            tbt_seconds=tbt,
+            hardware=hardware,
+            machines=machines,
+            network_gbps=network_gbps,
+            exact=exact,
+            seed=seed,
+            as_json=as_json,
+            html=html,
+        )
+    )
+
+
+@app.command()
+def ledger(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="opt-13b, opt-66b, llama-8b, llama-70b or bloom-176b. Default: DistServe's example."),
+    ] = None,
+    prompt_tokens: Annotated[float, typer.Option(help="Of one request.")] = 512.0,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 10.0,
+) -> None:
+    """Print what KV a split moves over the network, and which share of links that is."""
+    from poolwright.cli.plan import print_ledger
+
+    print_ledger(model, prompt_tokens, rate)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
