@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make .venv from the lock file. PyTorch: the CPU wheel where one lies in ../shared/wheels or a folder of PIP_FIND_LINKS,
-# else PyPI's build with the CUDA libraries it needs (several GB).
+# else PyPI's build with the CUDA libraries it needs (several GB). One line a step; what pip has to complain of in full.
 set -eu
 cd "$(dirname "$0")/.."
 venv="${VENV:-.venv}"
@@ -21,10 +21,13 @@ case "$tag" in
 Linux-x86_64-311) [ -n "$cpu_wheel" ] || set -- "$@" -r locks/cuda.txt ;;
 Linux-*) set -- "$@" -r locks/cuda.txt ;;
 esac
-echo "Making $venv: $([ -n "$cpu_wheel" ] && echo "CPU PyTorch from ${cpu_wheel##*/}" || echo "PyTorch from the package index")"
+pip() { PIP_FIND_LINKS="$links" "$venv/bin/pip" --quiet --disable-pip-version-check --no-input "$@"; }
+install() { pip install --no-deps --require-hashes "$@"; }
+packages=$(grep -c '^[a-z0-9].*==' locks/dev.txt)
+echo "Making $venv, about 5 minutes where the network is fast"
+echo "  1 of 3: an empty environment of $("$python" --version)"
 "$python" -m venv --clear "$venv"
-pip() { PIP_FIND_LINKS="$links" "$venv/bin/pip" --disable-pip-version-check --no-input "$@"; }
-install() { pip install --progress-bar "${PIP_PROGRESS_BAR:-on}" --no-deps --require-hashes "$@"; }
+echo "  2 of 3: $packages packages, with $([ -n "$cpu_wheel" ] && echo "CPU PyTorch from ${cpu_wheel##*/}" || echo "PyTorch for CUDA, several GB"); nothing is printed meanwhile"
 if [ -n "$cpu_wheel" ]; then
   # Given all hashes of the lock, pip takes the index's larger build; given only the CPU build's, it takes that one.
   cpu_only=$(mktemp)
@@ -33,5 +36,6 @@ if [ -n "$cpu_wheel" ]; then
   install -r "$cpu_only"
 fi
 install "$@"
-pip install --quiet --no-deps --no-index --no-build-isolation -e .
+echo "  3 of 3: Poolwright itself"
+pip install --no-deps --no-index --no-build-isolation -e .
 touch "$venv/.ready"

@@ -161,6 +161,30 @@ def test_a_killed_run_loses_no_answer(model: Path, tmp_path: Path) -> None:
     assert len({answer["response"]["body"]["choices"][0]["text"] for answer in found}) == 1
 
 
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_says_at_once_what_it_does_and_what_is_left_when_it_is_cut_off(
+    model: Path, tmp_path: Path, ending: signal.Signals, code: int
+) -> None:
+    requests = write(tmp_path / "in.jsonl", *(line(str(number), max_tokens=100) for number in range(200)))
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "poolwright_engine", "batch", str(requests), str(output), "--model", str(model)]
+    with subprocess.Popen(
+        [*command, *SMALL, "--max-num-seqs", "1", "--cpu-duty-percent", "30"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"Loading {model} to answer 200 requests\n"
+        assert process.stderr.readline() == "Loaded; answering\n"
+        deadline = time.monotonic() + 60
+        while not output.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(ending)
+        last = process.stderr.read().splitlines()[-1]
+        assert process.wait(30) == code
+    answered = len(answers(output))
+    assert last == f"Cut off: {answered} of 200 requests are answered; the same command goes on from there"
+
+
 def test_one_run_at_a_time_writes_a_file(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     requests, output = write(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
     held = os.open(output, os.O_RDWR | os.O_CREAT)

@@ -17,6 +17,7 @@ from poolwright_protocol import names
 from support import required
 
 ROOT = Path(__file__).parents[2]
+API_SERVER = "engine_image/poolwright_engine/api/server.py"
 
 
 def scrape_config() -> str:
@@ -37,6 +38,23 @@ def test_commands_of_the_engines_how_to_are_accepted() -> None:
     assert len(found) > 5
     for words in found:
         engine_cli._parsed(words)
+
+
+def test_the_readmes_engine_command_is_accepted_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    (command,) = re.findall(rf"{engine_cli.PROGRAM} (serve .+?) &?$", text, re.MULTILINE)
+    engine_cli._parsed(shlex.split(command))
+    linked = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
+    assert {"docs/how-to/engine.md", "docs/reference/engine-cli.md", "docs/reference/engine-api.md"} <= linked
+    assert {f"docs/explanation/{page.name}" for page in (ROOT / "docs" / "explanation").glob("*.md")} <= linked
+    assert [link for link in linked if not (ROOT / link).exists()] == []
+
+
+def test_what_stays_open_beside_an_api_key_is_what_security_says() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    paths = set(re.findall(r'@app\.(?:get|post)\("(/[a-z]+)"', (ROOT / API_SERVER).read_text()))
+    assert {"/metrics", "/tokenize", "/health"} <= paths
+    assert [path for path in paths if f"`{path}`" not in text] == []
 
 
 def test_options_that_the_engines_how_to_names_exist() -> None:

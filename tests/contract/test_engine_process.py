@@ -65,6 +65,26 @@ def test_a_role_set_is_a_role_read(engine: EngineProcess) -> None:
     assert engine.put_role(Role.PROMPT, before.epoch + 2).role is Role.PROMPT
 
 
+def test_the_log_says_where_it_serves_and_with_what(engine: EngineProcess) -> None:
+    (line,) = [line for line in engine.log.splitlines() if " Serving " in line]
+    assert f"url=http://{engine.host}:{engine.port}/v1 " in line
+    facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    assert {"kv_cache_tokens", "kv_cache", "max_num_batched_tokens", "max_step_seconds", "dtype", "cpu_threads"} < set(
+        facts
+    )
+    assert " Product " not in engine.log
+
+
+def test_a_kv_cache_larger_than_the_machine_is_one_line(model: Path) -> None:
+    command = [sys.executable, "-m", "poolwright_engine", "check", str(model), "--log-level", "error"]
+    ended = subprocess.run(
+        [*command, "--kv-cache-mebibytes", str(10**9)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("poolwright-engine: --kv-cache-mebibytes, --swap-space: this machine has no ")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_a_port_that_is_taken_ends_a_second_engine_with_one_line(engine: EngineProcess, model: Path) -> None:
     command = [sys.executable, "-m", "poolwright_engine", "serve", "--model", str(model), "--log-level", "error"]
     ended = subprocess.run(

@@ -14,7 +14,7 @@ from support.api_server import events
 from support.engine_process import EngineProcess, start_engine
 from support.tiny_llama import write_tiny_llama
 
-OPTIONS = ("--cpu-threads", "1", "--kv-cache-mebibytes", "8", "--stall-seconds", "1", "--stall-exit-seconds", "3")
+OPTIONS = ("--cpu-threads", "1", "--kv-cache-mebibytes", "8", "--stall-seconds", "1", "--stall-exit-seconds", "6")
 ASKED = {"prompt": "abc", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
 # A device that does as it is told, in the place of the real one: the rest of the process is the real one.

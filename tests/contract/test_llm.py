@@ -100,14 +100,31 @@ def test_a_conversation_becomes_its_template(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        (SamplingParams(temperature=-1), "temperature must be non-negative"),
-        (SamplingParams(max_tokens=600), "max_tokens=600 cannot be greater"),
-        (SamplingParams(n=0), "n must be at least 1"),
-        (SamplingParams(stop=""), "stop cannot contain an empty string"),
-        (SamplingParams(max_tokens="many"), "max_tokens: "),  # type: ignore[arg-type]
+        ({"temperature": -1}, "temperature must be non-negative"),
+        ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"stop": ""}, "stop cannot contain an empty string"),
+        ({"stop": ["a"] * 5}, "stop may hold at most 4 strings"),
+        ({"max_tokens": "many"}, "max_tokens: "),
+        ({"top_p": 0}, "top_p must be in"),
+        ({"logprobs": 21}, "greater than max allowed"),
+        ({"structured_outputs": {"json": "{"}}, "not valid JSON"),
     ],
 )
-def test_what_cannot_be_asked_is_a_value_error_before_anything_runs(
+def test_what_no_model_can_be_asked_is_a_value_error_at_once(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (SamplingParams(max_tokens=600), "max_tokens=600 cannot be greater"),
+        (SamplingParams(stop_token_ids=[100_000]), "out-of-vocab"),
+    ],
+)
+def test_what_this_model_cannot_be_asked_is_a_value_error_before_anything_runs(
     llm: LLM, params: SamplingParams, said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):

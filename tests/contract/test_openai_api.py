@@ -506,7 +506,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("/v1/completions", {"prompt": "x", "logprobs": -2}, "logprobs"),
     ("/v1/completions", {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
     ("/v1/completions", {"prompt": "x", "stop": ""}, "stop"),
-    ("/v1/completions", {"prompt": "x", "stop": ["a"] * 5}, "body.stop"),
+    ("/v1/completions", {"prompt": "x", "stop": ["a"] * 5}, "stop"),
     ("/v1/completions", {"prompt": "x", "temperature": 2.5}, "temperature"),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 2.5}, "presence_penalty"),
     ("/v1/completions", {"prompt": "x", "frequency_penalty": -2.5}, "frequency_penalty"),
@@ -626,6 +626,32 @@ async def test_what_is_refused_has_an_error_body_and_one_line_in_the_log(
     assert f"request_id={answer.headers['x-request-id']} " in line
     assert len(line) < 1000
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": {"kept": "secret"}},
+        {"prompt": "x", "max_tokens": "secret"},
+        {"prompt": "x", "request_id": "secret secret"},
+    ],
+)
+async def test_what_a_client_sent_is_in_its_answer_and_not_in_the_log(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, body: dict[str, Any]
+) -> None:
+    with caplog.at_level("INFO"):
+        answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    (line,) = [one.getMessage() for one in caplog.records if one.name.startswith(("poolwright", "uvicorn"))]
+    assert "secret" not in line
+    assert f"param='{answer.json()['error']['param']}'" in line
+    if isinstance(body["prompt"], str):
+        assert "secret" in answer.json()["error"]["message"]
+
+
+async def test_too_many_stop_strings_are_refused_in_one_clause(http: httpx.AsyncClient) -> None:
+    error = (await http.post("/v1/completions", json={"prompt": "x", "stop": ["a"] * 5})).json()["error"]
+    assert error["message"] == "stop may hold at most 4 strings, got 5. (parameter=stop)"
 
 
 async def test_what_can_be_answered_is_not_in_the_log(

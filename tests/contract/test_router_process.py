@@ -53,6 +53,7 @@ async def test_a_router_keeps_its_machines_while_their_source_is_away(tmp_path: 
     port = free_ports(1)[0]
     url = f"http://127.0.0.1:{port}"
     arguments = ["--host=127.0.0.1", f"--port={port}", f"--machines-file={file}"]
+    file.write_text("[]")
     async with (
         scripted_engines(a=Role.MIXED, b=Role.MIXED) as engines,
         running("poolwright.router", *arguments, log=log, environment=ENVIRONMENT) as router,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from poolwright_engine.scheduling.budget import StepPredictor, StepWork
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, pairs_of
 from poolwright_engine.scheduling.scheduler_config import SchedulerConfig, TokenBudget
 from poolwright_protocol.step_time import StepCost, StepProfile
 from support.scheduler_bed import SchedulerBed, request
@@ -139,3 +139,82 @@ def test_chunks_fit_the_target_and_slack_earned_early_is_spent_on_larger_ones() 
 
 def test_without_decodes_the_budget_is_all_there_is() -> None:
     assert chunks(0.060, idle=0.0, with_decode=False)[0] == 2048
+
+
+def paced_steps(
+    prompt: int, token_seconds: float, pair_seconds: float, probed: bool = True, others: int = 0
+) -> tuple[list[int], list[float]]:
+    """Prompt tokens and seconds of each step on a machine of that speed, under a bound of two seconds. `others` decode
+    meanwhile."""
+    bed = SchedulerBed(
+        num_blocks=2000,
+        block_size=16,
+        max_model_len=12_000,
+        max_num_batched_tokens=2048,
+        max_num_seqs=128,
+        max_step_seconds=2.0,
+        prompt_token_seconds=token_seconds if probed else None,
+    )
+    sizes, times = [], []
+
+    def turn() -> None:
+        decision = bed.it.schedule(bed.number)
+        bed.number += 1
+        assert decision.step is not None
+        pairs = sum(pairs_of(row.start, row.length) for row in decision.step.rows)
+        spent = 0.05 + decision.step.num_tokens * token_seconds + pairs * pair_seconds
+        result = bed.runner.submit(decision.step).result()
+        bed.it.update(result.__class__(result.number, result.token_ids, result.logprobs, spent))
+        if decision.num_prefill_tokens:
+            sizes.append(decision.num_prefill_tokens)
+            times.append(spent)
+
+    for index in range(others):
+        bed.add(request([index + 1], 2000))
+    while others and any(sequence.is_prefilling for sequence in bed.known):
+        turn()
+    sizes.clear()
+    times.clear()
+    long = bed.add(request(range(1000, 1000 + prompt), 4, arrival=1))
+    while long.is_prefilling:
+        turn()
+    return sizes, times
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_no_step_of_a_long_prompt_on_a_slow_machine_takes_long_though_attention_grows(probed: bool) -> None:
+    sizes, times = paced_steps(8190, token_seconds=0.0083, pair_seconds=2.4e-6, probed=probed)
+    assert max(time for size, time in zip(sizes, times, strict=True) if size > 128) <= 2.5
+    assert max(times) <= 4.0  # of the least chunk, where the context is longest
+    assert sizes[-2] < max(sizes)  # a later part costs more a token, and so is smaller
+    assert sum(sizes) == 8190
+
+
+def test_a_step_at_pace_leaves_every_decode_its_token_and_the_prompt_a_chunk() -> None:
+    sizes, _ = paced_steps(500, token_seconds=10.0, pair_seconds=0.0, others=100)
+    assert all(0 < size <= 192 - 100 and size % 16 == 0 for size in sizes[:-1])
+    assert sum(sizes) == 500
+
+
+def test_a_machine_that_is_quick_enough_cuts_as_without_a_pace() -> None:
+    assert paced_steps(8190, token_seconds=2e-4, pair_seconds=1e-9)[0] == [2048, 2048, 2048, 2046]
+    assert paced_steps(100, token_seconds=0.0083, pair_seconds=2.4e-6)[0] == [100]
+
+
+def test_the_pace_follows_a_machine_that_becomes_slower() -> None:
+    pace = PromptPace(2.0, 1e-3)
+
+    def turns(count: int, token_seconds: float) -> list[float]:
+        times = []
+        for _ in range(count):
+            tokens = pace.most_tokens(0, 0, 64, 2048)
+            times.append(tokens * token_seconds)
+            pace.observe(tokens, pairs_of(0, tokens), times[-1])
+        return times
+
+    assert max(turns(100, 1e-3)) <= 2.5
+    slower = turns(30, 4e-3)
+    assert slower[0] > 4  # nobody could know
+    assert max(slower[4:]) <= 2.5
+    assert max(turns(100, 1e-3)) <= 2.5
+    assert pace.most_tokens(0, 0, 64, 2048) > 1500  # and it recovers

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from poolwright_engine.cli import main as main_module
 from poolwright_engine.cli import shell_completion
 from poolwright_engine.cli.main import PROGRAM, _parsed, commands, main, make_parser
+from poolwright_engine.process import preflight
 from poolwright_engine.process.config import ConfigError, EngineConfig, Usage
 from poolwright_engine.process.options import (
     WITHOUT_EFFECT,
@@ -187,6 +189,35 @@ def test_a_path_that_does_not_exist_is_one_line_and_exit_code_2(capfd: pytest.Ca
     printed = capfd.readouterr()
     assert printed.err == "poolwright-engine: --model: model path /no/such/model.gguf does not exist\n"
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["MODEL", "--dtype", "float16", "--device", "cpu"], "--dtype: float16 is not supported on a CPU"),
+        (["MODEL", "--dtype", "float16"], "--dtype: float16 is not supported on a CPU"),
+        (["MODEL", "--device", "cuda"], "--device: cuda was asked for, and this machine has no driver"),
+        (["README.md"], "--model: README.md is neither a .gguf file nor a folder"),
+        (["EMPTY"], "holds no model: neither config.json nor a .gguf file"),
+    ],
+)
+def test_what_can_be_seen_at_once_is_refused_before_anything_is_opened(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "cuda_driver_is_there", lambda: False)
+    monkeypatch.setitem(main_module._COMMANDS, "serve", lambda *_: pytest.fail("it was started"))
+    (tmp_path / "README.md").write_text("for people")
+    for name in ("MODEL/config.json", "EMPTY/notes.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    assert main(["serve", *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

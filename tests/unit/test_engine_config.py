@@ -4,6 +4,7 @@ import pytest
 
 from poolwright_engine.process.config import (
     BATCH_DEFAULTS,
+    CPU_STEP_SECONDS,
     TILE_TOKENS,
     ConfigError,
     Device,
@@ -238,3 +239,11 @@ def test_precision_follows_the_device() -> None:
     assert dtype_on(config(dtype="bfloat16"), CPU, "float32") == "bfloat16"
     with pytest.raises(ConfigError, match="--dtype: float16 is not supported on a CPU"):
         dtype_on(config(dtype="float16"), CPU, "float32")
+
+
+def test_only_a_cpu_that_serves_with_a_budget_nobody_chose_keeps_pace() -> None:
+    assert planned().max_step_seconds == CPU_STEP_SECONDS
+    assert planned(max_num_batched_tokens=2048).max_step_seconds is None
+    assert planned(usage=Usage.OFFLINE, max_model_len=20_000).max_step_seconds is None
+    assert planned(device=Device("cuda", "", 80 * GIB)).max_step_seconds is None
+    assert planned(enable_chunked_prefill=False).max_step_seconds is None

@@ -79,7 +79,7 @@ def test_an_input_by_columns_gives_the_same() -> None:
 
 
 def test_a_choice_is_made_once_for_each_shape_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     products = [linear(), linear(32, 64), linear()]
     choices = choose_forms(products, AUTO, limit_seconds=0.5)
     assert [(choice.out_features, choice.in_features) for choice in choices] == [(96, 64), (32, 64)]

@@ -60,7 +60,8 @@ def refusal(model: str, hub: Hub, cache: Path, **options: str) -> str:
 
 def test_a_path_is_itself(folder: Path) -> None:
     assert locate(str(folder)) == folder
-    assert locate(str(folder / "config.json")) == folder / "config.json"
+    (folder.parent / "tiny.gguf").write_bytes(b"GGUF")
+    assert locate(str(folder.parent / "tiny.gguf")) == folder.parent / "tiny.gguf"
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./nothing", "../nothing.gguf", "~/nothing-of-that-name"])

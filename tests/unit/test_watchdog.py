@@ -35,11 +35,12 @@ class Life:
     def __init__(self) -> None:
         self.progress = 0
         self.owes = True
+        self.step: str | None = None
         self.told: list[object] = []
         self.ended = threading.Event()
 
     def beat(self) -> Heartbeat:
-        return Heartbeat(self.progress, self.owes)
+        return Heartbeat(self.progress, self.owes, self.step)
 
     def end(self, reason: str) -> None:
         self.told.append(("end", reason))
@@ -81,6 +82,17 @@ def test_what_stands_still_too_long_is_given_up_and_then_ended() -> None:
         assert life.ended.wait(10)
     assert [each if isinstance(each, bool) else each[0] for each in life.told] == [True, "give up", "end"]  # type: ignore[index]
     assert "made no progress" in life.told[1][1]  # type: ignore[index]
+
+
+def test_the_last_words_name_the_step_and_what_helps_if_it_is_only_long() -> None:
+    life = Life()
+    life.step = "step 7: tokens=2048 rows=1 longest_context=8190"
+    with life.watchdog(exit_seconds=0.2, grace_seconds=0.2):
+        assert life.ended.wait(10)
+    reason = life.told[1][1]  # type: ignore[index]
+    assert life.step in reason
+    assert "--max-num-batched-tokens" in reason
+    assert "--stall-exit-seconds" in reason
 
 
 def test_steady_progress_is_left_alone() -> None:

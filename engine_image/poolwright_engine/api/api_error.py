@@ -19,7 +19,8 @@ _MOST_CHARACTERS = 200
 
 
 class ApiError(Exception):
-    """A refusal with its HTTP status; `body` is what the client reads."""
+    """A refusal with its HTTP status; `body` is what the client reads. `logged`: what the log says instead of a message
+    that repeats what the client sent, which nobody else is to read."""
 
     def __init__(
         self,
@@ -29,9 +30,11 @@ class ApiError(Exception):
         *,
         type: str | None = None,
         retry_after_seconds: int | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.logged = message if logged is None else logged
         self.type = type or _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
         self.param = param
         self.retry_after_seconds = retry_after_seconds
@@ -48,7 +51,8 @@ class ApiError(Exception):
 def bad_parameter(message: str, parameter: str, value: object = None) -> ApiError:
     """400, with vLLM's trailing "(parameter=…, value=…)"."""
     shown = "" if value is None else f", value={brief(value)}"
-    return ApiError(400, f"{message} (parameter={parameter}{shown})", parameter)
+    logged = f"{message} (parameter={parameter})"
+    return ApiError(400, f"{message} (parameter={parameter}{shown})", parameter, logged=logged)
 
 
 def bad_request(message: str, parameter: str) -> ApiError:
@@ -58,7 +62,7 @@ def bad_request(message: str, parameter: str) -> ApiError:
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Of a body that is no valid request at all, without echoing what may be megabytes."""
-    lines = [
+    lines: list[dict[str, Any]] = [
         {**error, "loc": _place(error["loc"]), "input": brief(error.get("input"))} for error in errors[:_MOST_LINES]
     ]
     for line in lines:
@@ -69,7 +73,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     message = "\n".join([f"{len(errors)} {label}:", *(f"  {line}" for line in lines)])
     if len(errors) > _MOST_LINES:
         message += f"\n  ...and {len(errors) - _MOST_LINES} more {label}"
-    return ApiError(400, message, lines[0]["loc"], type="Bad Request")
+    logged = "; ".join(f"{line['loc']}: {line['type']}" for line in lines)
+    return ApiError(400, message, lines[0]["loc"], type="Bad Request", logged=f"{len(errors)} {label}: {logged}")
 
 
 def _place(parts: Sequence[object]) -> str:

@@ -22,7 +22,8 @@ MAX_SALT_CHARACTERS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.:-]{1,128}")
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Stops = str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+# Counted by hand: of a union pydantic would refuse both branches, and speak of a string that was never meant.
+Stops = str | Annotated[list[str], Field(json_schema_extra={"maxItems": MAX_STOP_STRINGS})]
 
 
 class _Fields(BaseModel):
@@ -98,6 +99,8 @@ class GenerationRequest(_Fields):
     def _check(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
             raise bad_parameter("Stream options can only be defined when `stream=True`.", "stream_options")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
+            raise bad_parameter(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}.", "stop")
         if self.prompt_logprobs is not None:
             if self.stream and (self.prompt_logprobs > 0 or self.prompt_logprobs == -1):
                 raise bad_parameter("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")

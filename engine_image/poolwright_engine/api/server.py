@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 KEEP_ALIVE_SECONDS = 15.0
+_LOGGED = "poolwright.logged"  # in a request's scope: what the log says of its refusal
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 # Paths of the API that ask for another kind of model or server, by what they would need.
 _OTHER_APIS = {
@@ -338,6 +339,7 @@ class _Gate:
 
 
 def _log_refusal(scope: Scope, status: int, request_id: str, body: bytes) -> None:
+    """Without what the client sent: prompts are nobody else's business."""
     error = json.loads(body)["error"]
     log.info(
         "Refused a request status=%d method=%s path=%r request_id=%s param=%r message=%r",
@@ -346,7 +348,7 @@ def _log_refusal(scope: Scope, status: int, request_id: str, body: bytes) -> Non
         brief(scope["path"]),
         request_id,
         brief(error["param"]),
-        brief(error["message"]),
+        brief(scope.get(_LOGGED, error["message"])),
     )
 
 
@@ -356,17 +358,17 @@ async def _json_only(http: HttpRequest) -> None:
         raise HTTPException(415, "Unsupported Media Type: Only 'application/json' is allowed")
 
 
-async def _api_error(_: HttpRequest, error: Exception) -> Response:
+async def _api_error(request: HttpRequest, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
+    request.scope[_LOGGED] = error.logged
     return JsonBody(error.body, error.status, error.headers)
 
 
-async def _validation_error(_: HttpRequest, error: Exception) -> Response:
+async def _validation_error(request: HttpRequest, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    refusal = validation_error(error.errors())
-    return JsonBody(refusal.body, refusal.status)
+    return await _api_error(request, validation_error(error.errors()))
 
 
 async def _http_error(_: HttpRequest, error: Exception) -> Response:

@@ -21,6 +21,8 @@ def report(config: EngineConfig, parts: assembly.Parts) -> dict[str, str]:
     budget = f"{plan.max_num_batched_tokens} tokens a step"
     if config.tbt_target_milliseconds is not None:
         budget += f", at most; gaps of {config.tbt_target_milliseconds:g} ms between tokens are kept"
+    if plan.max_step_seconds is not None:
+        budget += f", fewer where prompts would take more than {plan.max_step_seconds:g} s of it"
     return {
         "model": config.model,
         "served as": ", ".join(config.served_model_names),

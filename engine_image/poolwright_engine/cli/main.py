@@ -9,11 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from poolwright_engine.cli import shell_completion
-from poolwright_engine.process import source
 from poolwright_engine.process.config import ConfigError, EngineConfig, Usage
 from poolwright_engine.process.last_words import EXIT_INTERRUPTED, fail
 from poolwright_engine.process.openmp import spin_briefly
 from poolwright_engine.process.options import Parser, add_model, add_server, config_of, warnings_of
+from poolwright_engine.process.preflight import refuse_early
 from poolwright_protocol import names
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         usage = Usage.SERVER if options.command in ("serve", "check", "profile") else Usage.OFFLINE
         config = config_of(options, usage)
-        source.parse(config.model)
+        refuse_early(config)
         logging.basicConfig(
             level=options.log_level.upper(),
             format="%(asctime)s %(levelname)s %(name)s %(message)s",

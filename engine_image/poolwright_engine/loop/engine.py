@@ -41,10 +41,11 @@ class EngineStats:
 
 class Heartbeat(NamedTuple):
     """`progress` grows with each step that was read, and only then. `owes`: there is work that is this machine's to do,
-    and not a peer's."""
+    and not a peer's. `step`: what the step holds that is computed now; None: none is."""
 
     progress: int
     owes: bool
+    step: str | None = None
 
 
 class Engine(Protocol):

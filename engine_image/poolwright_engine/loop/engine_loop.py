@@ -135,6 +135,7 @@ class _Snapshot:
     parked: int
     free_blocks: int
     waiting_prompt_tokens: int
+    step: Step | None = None  # the oldest that was not read
     owes: bool = False  # a step is in flight, or somebody runs or waits here
 
 
@@ -267,7 +268,9 @@ class EngineLoop:
 
     def heartbeat(self) -> Heartbeat:
         """From any thread, also while the loop's hangs."""
-        return Heartbeat(self._steps_read, self._snapshot.owes or bool(self._inbox))
+        snapshot = self._snapshot
+        step = None if snapshot.step is None else _described(snapshot.step)
+        return Heartbeat(self._steps_read, snapshot.owes or bool(self._inbox), step)
 
     def give_up(self, reason: str) -> None:
         """The loop's thread hangs in a call and cannot be reached: tell everyone, without it. The process must end."""
@@ -630,7 +633,12 @@ class EngineLoop:
         uncomputed += sum(max(0, s.num_prompt - s.num_computed) for s in scheduler.running if s.is_prefilling)
         owes = bool(self._pending or scheduler.running or scheduler.waiting)
         self._snapshot = _Snapshot(
-            len(scheduler.running), len(scheduler.parked), scheduler.blocks.num_free, uncomputed, owes
+            len(scheduler.running),
+            len(scheduler.parked),
+            scheduler.blocks.num_free,
+            uncomputed,
+            self._pending[0].step if self._pending else None,
+            owes,
         )
         self._role_state = self._describe_role()
 
@@ -691,6 +699,11 @@ class EngineLoop:
             drained_seconds=self._drained_seconds,
             max_prefill_tokens_per_step=self._prefill_bound,
         )
+
+
+def _described(step: Step) -> str:
+    contexts = [row.start + row.length for row in step.rows]
+    return f"step {step.number}: tokens={step.num_tokens} rows={len(step.rows)} longest_context={max(contexts)}"
 
 
 def _deliver(outbox: list[tuple[Tenant, TokenOutput]]) -> None:

@@ -274,7 +274,7 @@ def choose_forms(products: Iterable[Linear], form: str = AUTO, limit_seconds: fl
             for product in group:
                 product.use(forms)
             choices.append(Choice(out_features, in_features, forms, times))
-            log.info("Product %s", choices[-1])
+            log.debug("Product %s", choices[-1])
     give_back_freed_memory()
     use_huge_pages(fixed + [product.memory() for group in groups.values() for product in group])
     return tuple(choices)

@@ -21,8 +21,8 @@ from poolwright_engine.api.server import Served, Service, create_app
 from poolwright_engine.offline.throughput import Throughput
 from poolwright_engine.process import assembly
 from poolwright_engine.process.config import ConfigError, EngineConfig
-from poolwright_engine.process.last_words import EXIT_ENGINE_DIED, EXIT_SOME_FAILED, fail
-from poolwright_engine.process.progress import request_bar
+from poolwright_engine.process.last_words import EXIT_ENGINE_DIED, EXIT_SOME_FAILED, fail, told_when_cut_off
+from poolwright_engine.process.progress import request_bar, say
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 _SYNC_SECONDS = 5.0
@@ -50,10 +50,14 @@ def run(config: EngineConfig, requests: Path, answers: Path, cost_per_hour: floa
         raise ConfigError(f"--cost-per-hour: expected a positive number, not {cost_per_hour:g}")
     try:
         total = sum(1 for _ in read_requests(requests))
-        with _Answers(answers) as written:
+        with _Answers(answers) as written, told_when_cut_off(lambda: _say_what_is_left(written, total)):
             return asyncio.run(_answer_all(config, requests, total, written, cost_per_hour))
     except OSError as error:
         raise ConfigError(f"{error.filename or answers}: {error.strerror or error}") from error
+
+
+def _say_what_is_left(written: "_Answers", total: int) -> None:
+    say(f"Cut off: {written.count} of {total} requests are answered; the same command goes on from there")
 
 
 def read_requests(file: Path) -> Iterator[Line]:
@@ -100,6 +104,7 @@ class _Answers:
         self._synced = time.monotonic()
         self.answered: set[str | int] = set()
         self.failed = 0
+        self.count = 0  # of whole lines in the file
 
     def __enter__(self) -> "_Answers":
         try:
@@ -121,6 +126,7 @@ class _Answers:
         data = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
         while data:  # one call, unless a signal or a full disk cuts it
             data = data[os.write(self._file, data) :]
+        self.count += 1
         if time.monotonic() - self._synced >= _SYNC_SECONDS:
             os.fsync(self._file)
             self._synced = time.monotonic()
@@ -141,6 +147,7 @@ class _Answers:
                     break
                 end += len(text)
                 self.answered.add(key)
+                self.count += 1
                 self.failed += _failed(answer)
         os.ftruncate(self._file, end)
 
@@ -153,7 +160,9 @@ async def _answer_all(
         print(f"{before} of {total} requests are answered already")
     if before == total:
         return EXIT_SOME_FAILED if written.failed else 0
+    say(f"Loading {config.model} to answer {total - before} requests")
     async with assembly.running(config) as running:
+        say("Loaded; answering")
         parts = running.parts
         aliases = config.served_model_names[1:]
         service = Service(config.served_model_name, config.model, config.pod_uid, running.metrics, aliases=aliases)
@@ -161,7 +170,7 @@ async def _answer_all(
         counted, began = Throughput(), time.monotonic()
         transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:  # noqa: S113
-            with request_bar(total - before) as bar:
+            with request_bar(total - before, told=True) as bar:
                 todo = (line for line in read_requests(requests) if line.key not in written.answered)
                 async for answer in _in_flight(client, todo, running.at_once):
                     if not running.engine.healthy:

@@ -38,11 +38,13 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 _CANCEL_SECONDS = 10.0  # for the step that runs
+_ANY_VOCABULARY = 2**31  # whether an id is of the model's own is seen when it is asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """As the fields of a request to /v1/completions, and checked as those are. `max_tokens` None: up to the context's
+    """As the fields of a request to /v1/completions, and checked as those are, at once: raises ValueError for what no
+    model could be asked. `max_tokens` None: up to the context's
     end. `structured_outputs`: {"json": …}, {"regex": …}, {"choice": […]} or {"grammar": …}."""
 
     n: int = 1
@@ -67,6 +69,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            request = _request("x", self)
+            sampling_params(request, _ANY_VOCABULARY)
+            _ = request.choices, request.tries, request.stops
+        except ApiError as error:
+            raise ValueError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ import numpy as np
 
 from poolwright_engine.process import assembly
 from poolwright_engine.process.config import EngineConfig
+from poolwright_engine.process.last_words import told_when_cut_off
+from poolwright_engine.process.progress import Teller, say
 from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
 from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_protocol.kv import blocks_for
@@ -71,16 +73,23 @@ def shapes(most_tokens: int, most_rows: int, most_context: int, most_blocks: int
             yield shape
 
 
-def measure(runner: ModelRunner, wanted: Sequence[Shape], rounds: int = _ROUNDS) -> list[Point]:
+def measure(
+    runner: ModelRunner,
+    wanted: Sequence[Shape],
+    rounds: int = _ROUNDS,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Point]:
     """The least of some rounds for each shape; rounds go through all shapes, in another order each time, so that what
     else the machine does falls on all of them alike."""
     best = dict.fromkeys(wanted, math.inf)
-    order, number = list(best), itertools.count(1)
+    order, number, done = list(best), itertools.count(1), 0
     for _ in range(rounds + 1):  # the first round warms up, and is as good as others where it is the least
         random.Random(next(number)).shuffle(order)
         for shape in order:
             step = Step(next(number), tuple(_rows(shape, runner.block_size)))
             best[shape] = min(best[shape], runner.submit(step).result().busy_seconds)
+            done += 1
+            tell(f"Measured {done} of {(rounds + 1) * len(order)} steps")
     return [Point(shape, seconds) for shape, seconds in best.items()]
 
 
@@ -146,14 +155,11 @@ def document(config: EngineConfig, parts: assembly.Parts, points: Sequence[Point
 
 def profile(config: EngineConfig, options: argparse.Namespace) -> int:
     """Raises ConfigError where `serve` would."""
-    parts = assembly.load(config)
-    runner = parts.runner
-    try:
-        plan = parts.plan
-        limits = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, runner.num_blocks - 1
-        points = measure(runner, list(shapes(*limits, config.block_size)))
-    finally:
-        runner.close()
+    teller = Teller()
+    with told_when_cut_off(lambda: say("Cut off: nothing was written, since every shape is measured several times")):
+        say(f"Loading {config.model} to measure its steps, for minutes")
+        parts = assembly.load(config)
+        points = _measured(config, parts, teller.tell)
     found = document(config, parts, points)
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -163,6 +169,15 @@ def profile(config: EngineConfig, options: argparse.Namespace) -> int:
     else:
         print(table(points))
     return 0
+
+
+def _measured(config: EngineConfig, parts: assembly.Parts, tell: Callable[[str], None]) -> list[Point]:
+    plan, runner = parts.plan, parts.runner
+    try:
+        limits = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, runner.num_blocks - 1
+        return measure(runner, list(shapes(*limits, config.block_size)), tell=tell)
+    finally:
+        runner.close()
 
 
 def table(points: Sequence[Point]) -> str:

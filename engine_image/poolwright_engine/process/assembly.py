@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -48,10 +49,12 @@ from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
 from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
 from poolwright_kernels.jit import available as triton_is_there
-from poolwright_protocol.kv import KVShape
+from poolwright_protocol.kv import KVShape, blocks_for
 from poolwright_protocol.step_time import StepProfile
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LOG_SECONDS = 10.0
 _GPU_SHARE = 0.92
@@ -71,6 +74,7 @@ class Parts:
     model: ModelConfig
     dtype: str
     step_profile: StepProfile | None
+    prompt_token_seconds: float | None = None  # measured where the plan paces steps
 
     @property
     def max_model_len(self) -> int:
@@ -97,6 +101,7 @@ def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts
     for warning in planned.warnings:
         log.warning(warning)
     _first_token(runner)
+    token_seconds = None if planned.max_step_seconds is None else _prompt_token_seconds(runner, planned)
     return Parts(
         runner,
         tokenizer,
@@ -108,6 +113,7 @@ def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts
         loaded.config,
         dtype,
         step_profile,
+        token_seconds,
     )
 
 
@@ -155,7 +161,9 @@ def _on_gpu(
     num_blocks = kv_shape.blocks_in(max(0, left), config.block_size)
     max_model_len = _max_model_len(config, loaded.config.context_length, kv_shape, num_blocks, what)
     planned = plan(config, device, max_model_len)
-    runner = CudaRunner(
+    runner = _allocated(
+        CudaRunner,
+        num_blocks * config.block_size * kv_shape.bytes_per_token + planned.swap_space_bytes,
         model,
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -181,7 +189,10 @@ def _on_cpu(
     max_model_len = _max_model_len(config, loaded.config.context_length, kv_shape, num_blocks, what)
     planned = plan(config, device, max_model_len)
     model = BatchInvariantModel(loaded.config, loaded.model.weights) if config.batch_invariant else loaded.model
-    runner = CpuRunner(
+    needed = num_blocks * config.block_size * kv_shape.bytes_per_token + planned.swap_space_bytes
+    runner = _allocated(
+        CpuRunner,
+        needed,
         model,
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -196,6 +207,19 @@ def _on_cpu(
     measured = config.cpu_linear_form == "auto" and config.batch_invariant
     runner.choose_forms("rows" if measured else config.cpu_linear_form)
     return runner, planned
+
+
+def _allocated(make: Callable[P, R], needed_bytes: int, *arguments: P.args, **options: P.kwargs) -> R:
+    """The runner, with its caches. Raises ConfigError."""
+    try:
+        return make(*arguments, **options)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        # PyTorch's CPU allocator has no class of its own for it.
+        if type(error) is RuntimeError and "memory" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"--kv-cache-mebibytes, --swap-space: this machine has no {source.size(needed_bytes)} of memory for KV"
+        ) from error
 
 
 def _step_profile(config: EngineConfig) -> StepProfile | None:
@@ -227,6 +251,8 @@ def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = 
             tbt_target_seconds=None if target is None else target / 1000,
             tile_tokens=TILE_TOKENS,
             step_profile=parts.step_profile,
+            max_step_seconds=parts.plan.max_step_seconds,
+            prompt_token_seconds=parts.prompt_token_seconds,
             static_batch_size=config.static_batch_size,
             static_window_seconds=config.static_window_milliseconds / 1000,
             speculative_ngram_tokens=config.num_speculative_tokens,
@@ -337,18 +363,24 @@ def _max_model_len(config: EngineConfig, context_length: int, kv_shape: KVShape,
     return asked
 
 
-def _first_token(runner: ModelRunner) -> None:
-    """A machine that cannot make one token must not become ready. What it leaves in block 1 is overwritten by use."""
+def _first_token(runner: ModelRunner, length: int = 1) -> float:
+    """And the seconds it took after a prompt of `length`. A machine that cannot make one token must not become ready.
+    What it leaves in the blocks from 1 on is overwritten by use."""
     row = Row(
         slot=0,
         start=0,
-        length=1,
-        token_ids=(0,),
-        block_ids=(1,),
+        length=length,
+        token_ids=(0,) * length,
+        block_ids=tuple(range(1, 1 + blocks_for(length, runner.block_size))),
         samples=True,
         params=SamplingParams(max_tokens=1, temperature=0.0),
     )
-    runner.submit(Step(number=0, rows=(row,))).result()
+    return runner.submit(Step(number=0, rows=(row,))).result().busy_seconds
+
+
+def _prompt_token_seconds(runner: ModelRunner, planned: Plan) -> float:
+    length = min(TILE_TOKENS, planned.max_model_len, (runner.num_blocks - 1) * runner.block_size)
+    return _first_token(runner, length) / length
 
 
 def _fingerprint(loaded: LoadedModel, block_size: int, quantization: str) -> str:

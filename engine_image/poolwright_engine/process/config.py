@@ -30,6 +30,8 @@ TILE_TOKENS = 64
 # Whole prompts are the offline default up to the largest step of the table below; a longer one would need activations
 # without bound.
 LARGEST_STEP_TOKENS = 16384
+# On a CPU, where nobody said how large a step may be: how long one prompt may keep all others waiting.
+CPU_STEP_SECONDS = 2.0
 _GIB = 2**30
 
 
@@ -246,13 +248,14 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the options come to. `warnings`: one line each, for the log."""
+    """What the options come to. `max_step_seconds`: see SchedulerConfig. `warnings`: one line each, for the log."""
 
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
     chunked_prefill: bool
     swap_space_bytes: int
+    max_step_seconds: float | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -298,7 +301,11 @@ def plan(config: EngineConfig, device: Device, max_model_len: int, can_chunk: bo
     if swap is None:
         needs_it = device.kind != "cpu" or config.preemption_mode is PreemptionMode.SWAP
         swap = 4.0 if needs_it and config.preemption_mode is not PreemptionMode.RECOMPUTE else 0.0
-    return Plan(max_model_len, budget, seats, chunked, int(swap * _GIB), tuple(warnings))
+    # Offline nobody waits beside a long prompt.
+    served = device.kind == "cpu" and config.usage is Usage.SERVER
+    paced = served and chunked and config.max_num_batched_tokens is None
+    step_seconds = CPU_STEP_SECONDS if paced else None
+    return Plan(max_model_len, budget, seats, chunked, int(swap * _GIB), step_seconds, tuple(warnings))
 
 
 def _chunked(config: EngineConfig, max_model_len: int, can_chunk: bool, warnings: list[str]) -> bool:

@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 EXIT_ENGINE_DIED = 1
@@ -19,3 +22,23 @@ def fail(message: str, code: int = EXIT_CONFIG) -> int:
         with contextlib.suppress(OSError):
             _TERMINATION_LOG.write_text(line, encoding="utf-8")
     return code
+
+
+@contextlib.contextmanager
+def told_when_cut_off(tell: Callable[[], None]) -> Iterator[None]:
+    """SIGINT ends what runs inside as ever, SIGTERM alike with 143; either time `tell` is called on the way out."""
+
+    def terminate(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    # Only there may handlers be set, and only there does Python run them.
+    handles = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminate) if handles else None
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        tell()
+        raise
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, before)

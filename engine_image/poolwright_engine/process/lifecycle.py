@@ -25,6 +25,7 @@ from poolwright_engine.api.server import Served, Service, create_app
 from poolwright_engine.handoff.exchange import FailureReason
 from poolwright_engine.process.config import ConfigError, EngineConfig
 from poolwright_engine.process.last_words import EXIT_ENGINE_DIED, fail
+from poolwright_engine.process.source import size
 from poolwright_engine.process.watchdog import Watchdog, end_process
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ async def serve(config: EngineConfig) -> int:
         log.info("Listening host=%s port=%d admin_port=%d uid=%s", config.host, port, admin_port, config.pod_uid)
         log.info("Loading the model name=%s", config.model)
         parts = await _loaded(config, stopping)
-        return await _serve_model(config, parts, service, stopping)
+        return await _serve_model(config, parts, service, stopping, port)
 
 
 class _Stopping:
@@ -106,7 +107,26 @@ async def _loaded(config: EngineConfig, stopping: _Stopping) -> "Parts":
     return loading.result()
 
 
-async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, stopping: _Stopping) -> int:
+def _facts(config: EngineConfig, parts: "Parts", port: int) -> dict[str, object]:
+    """What somebody who just started it wants to know."""
+    from torch import get_num_threads  # late, as all that brings torch
+
+    plan, runner = parts.plan, parts.runner
+    kv_tokens = (runner.num_blocks - 1) * runner.block_size
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
+    facts = {
+        "url": f"http://{f'[{host}]' if ':' in host else host}:{port}/v1",
+        "kv_cache_tokens": kv_tokens,
+        "kv_cache": size(kv_tokens * runner.kv_shape.bytes_per_token).replace(" ", ""),
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "max_step_seconds": plan.max_step_seconds,
+        "dtype": parts.dtype,
+        "cpu_threads": config.cpu_threads or get_num_threads(),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, stopping: _Stopping, port: int) -> int:
     from poolwright_engine.process import assembly
 
     gc.collect()
@@ -145,6 +165,7 @@ async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, s
         service.served = Served(engine, parts.tokenizer, parts.vocab_size, parts.max_chars_per_token, parts.guides)
         service.ready = True
         log.info("Ready model=%s max_model_len=%d kv_port=%d", service.model_name, parts.max_model_len, exchange.port)
+        log.info("Serving %s", " ".join(f"{name}={value}" for name, value in _facts(config, parts, port).items()))
         await _first_of(stopping.first.wait(), _until(lambda: not engine.healthy, _WATCH_SECONDS))
         if not engine.healthy:
             await _answered(service)

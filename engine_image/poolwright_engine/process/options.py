@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from poolwright_engine.process.config import (
     BATCH_DEFAULTS,
     CPU_LINEAR_FORMS,
+    CPU_STEP_SECONDS,
     DEFAULT_KV_CACHE_MEBIBYTES,
     DEFAULT_SHUTDOWN_SECONDS,
     DEFAULT_STALL_EXIT_SECONDS,
@@ -291,7 +292,8 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         type=_budget,
         metavar="N|auto",
         help=f"tokens of a step, best a multiple of {TILE_TOKENS}; auto: the most that keeps --tbt-target-ms "
-        f"(default on a CPU: {server_tokens} serving, {offline_tokens} offline; more on large GPUs)",
+        f"(default on a CPU: {server_tokens} serving, fewer where a step with prompts would take more than "
+        f"{CPU_STEP_SECONDS:g} s, and {offline_tokens} offline; more on large GPUs)",
     )
     group.add_argument(
         "--tbt-target-ms",

@@ -1,9 +1,12 @@
-"""What a person sees while a command works: a bar on standard error, where that is a terminal, and nothing elsewhere.
+"""What a person sees while a command works: a bar on standard error, where that is a terminal; elsewhere nothing, or
+lines now and then.
 
 Knows no engine: it is told counts.
 """
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -18,20 +21,46 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+_SAY_SECONDS = 10.0
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Teller:
+    """Says how far something has come, but not often."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said = clock()
+
+    def tell(self, text: str) -> None:
+        now = self._clock()
+        if now - self._said >= _SAY_SECONDS:
+            self._said = now
+            say(text)
+
 
 class Bar:
-    """Requests done of all, and tokens a second so far."""
+    """Requests done of all, and tokens a second so far. `teller`: says so where no bar is seen."""
 
-    def __init__(self, progress: Progress, total: int) -> None:
+    def __init__(self, progress: Progress, total: int, teller: Teller | None = None) -> None:
         self._progress = progress
         self._task = progress.add_task("", total=total, rates="")
+        self._done, self._total, self._teller = 0, total, teller
 
     def advance(self, requests: int, rates: str) -> None:
+        self._done += requests
         self._progress.update(self._task, advance=requests, rates=rates)
+        if self._teller is not None:
+            self._teller.tell(f"Answered {self._done} of {self._total}, {rates}")
 
 
 @contextmanager
-def request_bar(total: int, shown: bool = True) -> Iterator[Bar]:
+def request_bar(total: int, shown: bool = True, told: bool = False) -> Iterator[Bar]:
+    """`told`: by lines where standard error is no terminal."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -41,7 +70,7 @@ def request_bar(total: int, shown: bool = True) -> Iterator[Bar]:
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
-        yield Bar(progress, total)
+        yield Bar(progress, total, Teller() if told and not console.is_terminal else None)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ Progress = Callable[[int, int], None]
 _HUB_NAME = re.compile(
     r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:/(?P<file>[\w./+-]+\.gguf))?(?::(?P<quantization>[\w.-]+))?"
 )
+_CONFIGURATIONS = ("config.json", "adapter_config.json")  # the loader refuses an adapter, and says what it is
 _SMALL_FILES = (".json", ".jinja")
 _HUB_TIMEOUT_SECONDS = 10.0
 _POLL_SECONDS = 0.5
@@ -59,6 +60,13 @@ def parse(model: str) -> Path | HubName:
             "(ORG/NAME, ORG/NAME:QUANTIZATION or ORG/NAME/FILE.gguf)"
         )
     return HubName(**found.groupdict())
+
+
+def look(model: str) -> None:
+    """At what can be seen at once, without reading a model or asking the Hub. Raises ConfigError."""
+    parsed = parse(model)
+    if isinstance(parsed, Path):
+        _on_disk(parsed)
 
 
 def name_of(model: str) -> str:
@@ -113,6 +121,8 @@ def size(count: int) -> str:
 def _on_disk(path: Path) -> Path:
     """A file, a folder, or a folder as the Hub's cache lays one out: what a volume filled by its own tools holds."""
     if not path.is_dir():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"--model: {path} is neither a .gguf file nor a folder")
         return path
     try:
         names = sorted(os.listdir(path))
@@ -122,6 +132,8 @@ def _on_disk(path: Path) -> Path:
         raise ConfigError(f"--model: {path} is an empty folder; is its volume mounted?")
     if "snapshots" in names and "config.json" not in names:
         return _snapshot(path)
+    if not any(name in _CONFIGURATIONS or name.endswith(".gguf") for name in names):
+        raise ConfigError(f"--model: {path} holds no model: neither config.json nor a .gguf file")
     return path
 
 

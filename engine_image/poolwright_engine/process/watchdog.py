@@ -81,19 +81,28 @@ class Watchdog:
                 return
             if given_up:
                 continue
-            seconds = pulse.stalled_seconds(now, self._heartbeat())
+            beat = self._heartbeat()
+            seconds = pulse.stalled_seconds(now, beat)
             if (seconds >= self._stall_seconds) != stalled:
                 stalled = not stalled
                 if stalled:
-                    _log.error("The engine made no progress for %.1f s while there was work", seconds)
+                    _log.error("The engine made no progress for %.1f s, %s", seconds, _what(beat))
                 else:
                     _log.warning("The engine makes progress again")
                 self._on_stall(stalled)
             if seconds >= self._exit_seconds:
                 given_up = True
-                reason = f"the engine made no progress for {seconds:.0f} s while there was work"
+                reason = f"the engine made no progress for {seconds:.0f} s, {_what(beat)}"
                 self.end_within(self._grace_seconds, reason)
                 self._give_up(reason)
+
+
+def _what(beat: Heartbeat) -> str:
+    """From outside, a step that hangs and one that is only long look alike."""
+    if beat.step is None:
+        return "with work and no step"
+    advice = "if the machine is only slow, lower --max-num-batched-tokens or raise --stall-exit-seconds"
+    return f"in {beat.step} ({advice})"
 
 
 def end_process(reason: str) -> None:

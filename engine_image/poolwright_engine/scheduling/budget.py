@@ -6,6 +6,9 @@ multiple of the tile whose predicted step, with a margin, ends within the least 
 
 Steps are predicted as fixed + a · tokens + b · context tokens, separately for steps of decodes alone and for steps with
 prefill (other kernels run), and fitted as they are measured.
+
+`PromptPace` serves another end: where steps are slow, none may hold so much of prompts that the machine seems to stand
+still. Attention costs by pairs of a token and one before it, which is what makes the last part of a long prompt slow.
 """
 
 from dataclasses import dataclass
@@ -16,6 +19,9 @@ _MARGIN = 1.2  # QoServe's
 _FORGETTING = 0.98  # weight of a step 50 steps ago: about a third
 _TOKEN_SCALE = 256.0  # features of about one make the fit well conditioned
 _KV_SCALE = 65536.0
+_PAIR_SCALE = 524288.0
+_LEAST_TILES = 2
+_BEYOND = (0.5, 4.0)  # bounds: a step of few tokens may take any multiple of nearly nothing
 _FIRST_TRUST = 100.0  # variance of the first guess over that of a measurement
 _MOST_TRUST = 1e4  # bounds what forgetting blows up while nothing varies
 
@@ -32,12 +38,13 @@ class StepWork:
 class _Fit:
     """Recursive least squares with forgetting over (1, tokens, kv tokens), scaled."""
 
-    def __init__(self, first: StepCost | None) -> None:
+    def __init__(self, first: StepCost | None, kv_scale: float = _KV_SCALE) -> None:
+        self._kv_scale = kv_scale
         cost = first or StepCost(0.0, 0.0, 0.0)
         self._weights = [
             cost.fixed_seconds,
             cost.token_seconds * _TOKEN_SCALE,
-            cost.kv_token_seconds * _KV_SCALE,
+            cost.kv_token_seconds * kv_scale,
         ]
         # A measured profile is worth some steps; nothing is worth none.
         trust = 1.0 if first is not None else _FIRST_TRUST
@@ -46,7 +53,7 @@ class _Fit:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         self.is_known = True
-        x = (1.0, work.tokens / _TOKEN_SCALE, work.kv_tokens / _KV_SCALE)
+        x = (1.0, work.tokens / _TOKEN_SCALE, work.kv_tokens / self._kv_scale)
         p = self._covariance
         px = [sum(p[i][j] * x[j] for j in range(3)) for i in range(3)]
         scale = _FORGETTING + sum(x[i] * px[i] for i in range(3))
@@ -61,7 +68,7 @@ class _Fit:
     def cost(self) -> StepCost:
         """Noise may fit a negative part; a step never costs less for more work."""
         fixed, token, kv = (max(0.0, weight) for weight in self._weights)
-        return StepCost(fixed, token / _TOKEN_SCALE, kv / _KV_SCALE)
+        return StepCost(fixed, token / _TOKEN_SCALE, kv / self._kv_scale)
 
 
 class StepPredictor:
@@ -94,3 +101,48 @@ class StepPredictor:
         # Each prompt token is also one more token of context.
         tokens = int(max(0.0, left) / (cost.token_seconds + cost.kv_token_seconds))
         return min(most_tokens, max(least, tokens - tokens % tile_tokens))
+
+
+class PromptPace:
+    """How many tokens a step with prompts may hold so that it takes no longer than `limit_seconds`.
+
+    Begins with what a prompt token cost in one short step, the first seen unless it is given, all of it taken to be the
+    token's: too much rather than too little, so that a first long prompt is cut too small and not too large. Until then
+    a step holds two tiles. A fit over many steps is slow to learn that others took the cores, so what the last steps
+    took beyond it counts at once.
+    """
+
+    def __init__(self, limit_seconds: float, token_seconds: float | None) -> None:
+        self._limit_seconds = limit_seconds
+        self._beyond = 1.0  # what steps take over what the fit says, of late
+        self._fit = None if token_seconds is None else _pace_from(token_seconds)
+
+    def observe(self, tokens: int, pairs: int, seconds: float) -> None:
+        """Of a step with prompts. `pairs`: of a token computed and one it attends to, itself included."""
+        if self._fit is None:
+            self._fit = _pace_from(seconds / tokens)
+        predicted = self._fit.cost.seconds(tokens, pairs)
+        beyond = seconds / predicted if predicted > 0 else 1.0
+        least, most = _BEYOND
+        self._beyond += (min(most, max(least, beyond)) - self._beyond) / 2
+        self._fit.observe(StepWork(tokens, pairs, True), seconds)
+
+    def most_tokens(self, context: int, decodes: int, tile_tokens: int, most_tokens: int) -> int:
+        """Decodes included: the most multiples of the tile, at least two tiles beyond the last that decodes fill.
+        `context`: where the prompts stand, of several the longest."""
+        # Each chunk reads the whole context before it: smaller ones cost a long prompt more than they give others.
+        least = min(most_tokens, (decodes // tile_tokens + _LEAST_TILES) * tile_tokens)
+        if self._fit is None:
+            return least
+        cost, tokens, limit = self._fit.cost, most_tokens, self._limit_seconds / self._beyond
+        while tokens > least and cost.seconds(tokens, pairs_of(context, tokens)) > limit:
+            tokens = (tokens - 1) // tile_tokens * tile_tokens
+        return max(least, tokens)
+
+
+def _pace_from(token_seconds: float) -> _Fit:
+    return _Fit(StepCost(0.0, token_seconds, 0.0), kv_scale=_PAIR_SCALE)
+
+
+def pairs_of(start: int, length: int) -> int:
+    return length * start + length * (length + 1) // 2

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from poolwright_engine.scheduling.batching.strategy import strategy
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool, BrokenInvariant
-from poolwright_engine.scheduling.budget import StepPredictor, StepWork
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, pairs_of
 from poolwright_engine.scheduling.ngrams import NgramIndex
 from poolwright_engine.scheduling.runner import Row, Seat, Step, StepResult, row_of
 from poolwright_engine.scheduling.scheduler_config import PreemptionMode, SchedulerConfig, SchedulingPolicy, TokenBudget
@@ -136,6 +136,9 @@ class Scheduler:
         self.granted: list[Sequence] = []  # REMOTE, holding blocks
         self.parked: list[Sequence] = []
         self.predictor = StepPredictor(config.step_profile)
+        self.pace: PromptPace | None = None
+        if config.max_step_seconds is not None and config.cuts_prompts:
+            self.pace = PromptPace(config.max_step_seconds, config.prompt_token_seconds)
         self.strategy = strategy(config)
         self._eos_token_ids = eos_token_ids
         self._model_identity = config.model_identity
@@ -311,6 +314,9 @@ class Scheduler:
             raise ValueError(f"step {step.number} of {len(sequences)} rows came back with another number")
         if self._wants_step_times:
             self.predictor.observe(_work(step, has_prefill), result.busy_seconds)
+        if self.pace is not None and has_prefill:
+            pairs = sum(pairs_of(row.start, row.length) for row in step.rows)
+            self.pace.observe(step.num_tokens, pairs, result.busy_seconds)
         if any(result.prompt_logprobs):
             for row, sequence, entries in zip(step.rows, sequences, result.prompt_logprobs, strict=True):
                 self._collect_prompt_logprobs(row, sequence, entries)
@@ -716,7 +722,7 @@ class Scheduler:
     # Parts of the above: tokens.
 
     def _budget(self, now: float) -> int:
-        most = self.config.max_num_batched_tokens
+        most = self._most_at_pace(self.config.max_num_batched_tokens)
         target = self.config.tbt_target_seconds
         if self.config.token_budget is TokenBudget.FIXED or target is None:
             return most
@@ -737,6 +743,17 @@ class Scheduler:
             return most
         tile = self.config.tile_tokens
         return max(self.predictor.budget(slack, decodes, kv_tokens + first_prompt, tile, most), min(most, decodes + 1))
+
+    def _most_at_pace(self, most: int) -> int:
+        """Of `most` tokens those that a step has time for; all of them where none of a prompt is to be computed."""
+        if self.pace is None:
+            return most
+        contexts = [sequence.num_computed for sequence in self.running if sequence.is_prefilling]
+        if not contexts and not self.waiting:
+            return most
+        decodes = len(self.running) - len(contexts)
+        paced = self.pace.most_tokens(max(contexts, default=0), decodes, self.config.tile_tokens, most)
+        return max(paced, min(most, decodes + 1))
 
     def _guess(self, batch: Batch, sequence: Sequence) -> tuple[int, ...]:
         """Tokens it may go on with. They cost budget like any, but never that of another decode, and no memory that it

@@ -49,6 +49,8 @@ class SchedulerConfig:
     `max_preemptions`: preempted that often, a request is a victim only where no other is left.
     `swap_bytes_per_second`: between device and host, for the choice between swap and recompute.
     `tbt_target_seconds`, `tile_tokens`, `step_profile`: of the auto budget, which is a multiple of the tile.
+    `max_step_seconds`: prompts are cut so that a step with any takes about so long at most, as far as what steps took
+    tells; None: max_num_batched_tokens alone bounds it. `prompt_token_seconds`: what is known of that at the start.
     `static_batch_size` (None: max_num_seqs) and `static_window_seconds`, from the oldest arrival: what closes a batch
     of the static batching.
     `speculative_ngram_tokens`: most tokens guessed for a row from what stood after the same words before; 0: none.
@@ -74,6 +76,8 @@ class SchedulerConfig:
     tbt_target_seconds: float | None = None
     tile_tokens: int = 64
     step_profile: StepProfile | None = None
+    max_step_seconds: float | None = None
+    prompt_token_seconds: float | None = None
     static_batch_size: int | None = None
     static_window_seconds: float = 0.1
     speculative_ngram_tokens: int = 0
@@ -97,6 +101,8 @@ class SchedulerConfig:
             raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
         if self.swap_bytes_per_second <= 0:
             raise ValueError(f"swap_bytes_per_second must be positive, not {self.swap_bytes_per_second}")
+        if self.max_step_seconds is not None and self.max_step_seconds <= 0:
+            raise ValueError(f"max_step_seconds must be positive, not {self.max_step_seconds}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs, or a decode would wait")
         if self.max_num_scheduled_tokens is not None and self.max_num_scheduled_tokens < self.max_num_seqs:

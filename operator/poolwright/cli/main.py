@@ -3,7 +3,6 @@
 Each verb imports what it needs when it runs, so that help and completion stay fast and a router needs no operator.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _installed() -> str:
+    from importlib.metadata import version as installed
+
+    return installed("poolwright")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(_installed())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """LLM serving on prompt, token and mixed pools of machines."""
+
 
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -58,33 +79,14 @@ def demo(
 
 @app.command()
 def validate(
-    files: Annotated[list[Path], typer.Argument(help="YAML files; `-` is standard input.")],
+    files: Annotated[list[Path], typer.Argument(help="YAML or JSON files, or folders of them; `-` is standard input.")],
 ) -> None:
-    """Check InferencePool manifests as the API server would, without one. Exit code 1 if any is bad."""
-    import yaml
+    """Check InferencePool manifests as the API server would, without one.
 
-    from poolwright.api.models import InferencePool, InvalidPool
+    Exit code 1 where one is bad, or where a file or folder holds none."""
+    from poolwright.cli.validate import run
 
-    bad = 0
-    for file in files:
-        try:
-            text = sys.stdin.read() if str(file) == "-" else file.read_text()
-            documents = [document for document in yaml.safe_load_all(text) if document is not None]
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            typer.echo(f"{file}: {error}", err=True)
-            bad += 1
-            continue
-        for document in documents:
-            if isinstance(document, dict) and document.get("kind") != "InferencePool":
-                continue
-            try:
-                pool = InferencePool.parse(document)
-                typer.echo(f"{file}: {pool.metadata.name}: valid")
-            except InvalidPool as error:
-                bad += 1
-                for path, message in error.errors:
-                    typer.echo(f"{file}: {path}: {message}", err=True)
-    raise typer.Exit(1 if bad else 0)
+    raise typer.Exit(run(files))
 
 
 @app.command()
@@ -232,9 +234,7 @@ def ledger(
 @app.command()
 def version() -> None:
     """Print the version."""
-    from importlib.metadata import version as installed
-
-    typer.echo(installed("poolwright"))
+    typer.echo(_installed())
 
 
 def main() -> None:

@@ -27,10 +27,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from poolwright.api.models import InferencePool, InvalidPool
 from poolwright.api.times import parse_time
 from poolwright.controller.ports import Event
+from poolwright.core.decision import MIN_SAMPLES
 from poolwright.core.machine import Machine
 from poolwright.local.model import WHEEL_BYTES, ModelUnavailable, ensure_demo_model
 from poolwright.local.pool import LocalPool, memory_mebibytes
-from poolwright.local.traffic import Client, Outcome, Shape, percentile, served_while_missed, ttfts
+from poolwright.local.summary import Phase, Run, summarize
+from poolwright.local.traffic import Client, Shape, percentile, served_while_missed, ttfts
 from poolwright.local.view import Scene, View
 from poolwright_protocol.roles import Role
 
@@ -54,9 +56,18 @@ DECODE_STREAMS_SHARED = 3
 # As they are measured: long enough for the first stream to go on until the last one's prompt is computed.
 CROWD_TOKENS = 20
 
-PHASE_SECONDS = 62.0
-AFTER_SECONDS = 15.0  # the end of each phase, by which a pool in mode Active should have settled
+# A window of metrics must hold the requests that the policy asks for, and some more. A slow machine serves few a
+# second, so it gets a longer window.
+REQUESTS_PER_WINDOW = math.ceil(1.5 * MIN_SAMPLES)
+MOST_WINDOW_SECONDS = 180
 LOAD_SECONDS = 240.0
+
+# Of the example on two cores; the engines take as long to load as the disk takes.
+MEASURING_MINUTES = 2
+MACHINE_MEMORY = "1.1 GiB"
+
+# What is said of targets before there are any that fit this machine would only confuse.
+_OF_TARGETS = frozenset({"SLOMet", "SLOMissed", "Infeasible", "Paused"})
 
 
 class DemoFailed(Exception):
@@ -72,6 +83,29 @@ class Load:
     tbt_shared: float
     prompts_per_second: float
     decode_heavy: Shape
+    wanted_window_seconds: int
+
+    @property
+    def window_seconds(self) -> int:
+        """Of the pool's metrics: each phase brings REQUESTS_PER_WINDOW or more into one. Raises DemoFailed."""
+        slowest = min(self.prompts_per_second, self.decode_requests_per_second)
+        needed = math.ceil(REQUESTS_PER_WINDOW / slowest)
+        if needed > MOST_WINDOW_SECONDS:
+            raise DemoFailed(
+                f"this machine is too slow, or too busy now: a first token takes {self.ttft_unloaded * 1000:.0f} ms "
+                f"without load, so {REQUESTS_PER_WINDOW} requests, which a decision needs, would take {needed} s"
+            )
+        return max(min(self.wanted_window_seconds, MOST_WINDOW_SECONDS), needed)
+
+    @property
+    def phase_seconds(self) -> float:
+        """One window until the samples of the phase before are gone, a move, and one window of what it brought."""
+        return 2.0 * self.window_seconds + 2.0
+
+    @property
+    def after_seconds(self) -> float:
+        """The end of each phase, by which a pool in mode Active should have settled."""
+        return self.window_seconds / 2
 
     @property
     def decode_requests_per_second(self) -> float:
@@ -90,63 +124,15 @@ def ttft_target_milliseconds(ttft_unloaded: float) -> int:
     return max(1, round(ttft_unloaded * TTFT_MULTIPLE * 1000))
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What one phase of one run gave. Times are the loop's clock; `moves` are those of the status, in it."""
-
-    name: str
-    metric: str
-    percentile: int
-    target_seconds: float
-    outcomes: Sequence[Outcome]
-    started_at: float
-    settled_from: float
-    moves: Sequence[Mapping[str, Any]]
-    first_move_at: float | None
-
-    def values(self, start: float, end: float) -> list[float]:
-        """Samples of the phase's metric that belong to [start, end): a TTFT by its arrival, a gap by its end."""
-        if self.metric == "TTFT":
-            return ttfts(o for o in self.outcomes if start <= o.started_at < end)
-        return [
-            gap for o in self.outcomes for gap, at in zip(o.gaps_seconds, o.gap_ends, strict=True) if start <= at < end
-        ]
-
-    @property
-    def before(self) -> list[float]:
-        return self.values(self.started_at, self.first_move_at or self.settled_from)
-
-    @property
-    def after(self) -> list[float]:
-        return self.values(self.settled_from, float("inf"))
-
-    @property
-    def met(self) -> bool:
-        observed = percentile(self.after, self.percentile)
-        return observed is not None and observed <= self.target_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One pass over both phases."""
-
-    mode: str
-    phases: Sequence[Phase]
-    requests: int
-    failures: Sequence[str]
-
-    def moves_into(self, role: str) -> int:
-        return sum(1 for p in self.phases for m in p.moves if m["to"] == role and m.get("outcome") == "Completed")
-
-
 def main(*, file: Path | None, model: Path | None, compare: bool, keep: bool, seed: int) -> int:
     """Exit code: 0 when every promise of the summary holds, 1 when one does not, 2 when it could not run."""
     console = Console()
     try:
         manifest = _manifest(file)
+        if model is not None and not model.exists():
+            raise DemoFailed(f"the model {model.resolve()} does not exist")
+        console.print(_cost(manifest, compare, fetched=model is None), highlight=False, soft_wrap=True)
         model_path = model.resolve() if model else _fetch(console)
-        if not model_path.exists():
-            raise DemoFailed(f"the model {model_path} does not exist")
         return asyncio.run(_demo(console, manifest, model_path, compare=compare, keep=keep, seed=seed))
     except InvalidPool as error:
         for path, message in error.errors:
@@ -173,6 +159,15 @@ def _manifest(file: Path | None) -> dict[str, Any]:
         raise DemoFailed(f"{file}: expected one InferencePool")
     InferencePool.parse(manifest)
     return manifest
+
+
+def _cost(manifest: Mapping[str, Any], compare: bool, *, fetched: bool) -> str:
+    pool = InferencePool.parse(manifest)
+    download = f"a model of {WHEEL_BYTES / 1e6:.0f} MB, downloaded once; " if fetched else ""
+    return (
+        f"This takes about {9 if compare else 5} minutes on two free cores, longer on a slower machine; {download}"
+        f"{pool.spec.budget} engines, with the example's model about {MACHINE_MEMORY} of memory each. Ctrl-C ends it."
+    )
 
 
 def _example() -> Path:
@@ -202,6 +197,11 @@ async def _demo(
         view.say(f"{manifest['metadata']['name']}: the same YAML as on a cluster; two things are overridden here:")
         view.say(f"  spec.model.source.path = {model}")
         view.say("  spec.slo.objectives[].targetMilliseconds: edited once the unloaded latencies are measured")
+        twice = ", each run with mode Paused first" if compare else ""
+        view.say(
+            f"Phase 1 of 3: start the engines and measure this machine, about {MEASURING_MINUTES} min; then 2, "
+            f"prompt-heavy, and 3, decode-heavy traffic, a minute each or more{twice}"
+        )
         runs: list[Run] = []
         load: Load | None = None
         for mode in ["Paused", "Active"] if compare else ["Active"]:
@@ -212,7 +212,9 @@ async def _demo(
                 load = load or await _calibrate(pool, manifest, scene, view, seed)
                 runs.append(await _run(pool, mode, load, scene, view, seed))
                 if last:
-                    good = _summarize(console, runs, pool)
+                    pids = {**pool.supervisor.pids, "controller": os.getpid()}
+                    memory = {name: memory_mebibytes(pid) for name, pid in pids.items()}
+                    good = summarize(console, load.ttft_unloaded, runs, memory)
                 if last and keep:
                     url = pool.supervisor.router_url
                     console.print(f"\nServing at {url}/v1 until Ctrl-C. For example:", highlight=False)
@@ -234,7 +236,11 @@ async def _pool(
 ) -> AsyncIterator[LocalPool]:
     """A pool whose engines are all ready and have their first roles; ended with the block."""
 
+    scene.targets_fit = False
+
     def on_event(event: Event) -> None:
+        if event.reason in _OF_TARGETS and not scene.targets_fit:
+            return
         view.say(f"  {time.strftime('%H:%M:%S')} {event.reason}: {event.message}")
 
     pool = LocalPool(manifest, folder, on_event)
@@ -309,7 +315,9 @@ async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene,
         await client.close()
     # Little's law: streams = arrivals x tokens x gap.
     tokens = round(DECODE_STREAMS / (crowded * PROMPT_BUSY_SHARE / ttft))
-    load = Load(ttft, crowded, shared, PROMPT_OVERLOAD * served, Shape(PROMPT_WORDS, max(8, min(64, tokens))))
+    shape = Shape(PROMPT_WORDS, max(8, min(64, tokens)))
+    window = pool.store.pool.spec.rebalance.metrics_window_seconds
+    load = Load(ttft, crowded, shared, PROMPT_OVERLOAD * served, shape, window)
     view.say(
         f"Measured: TTFT {ttft * 1000:.0f} ms unloaded; TBT {shared * 1000:.0f} ms with {DECODE_STREAMS_SHARED} "
         f"streams on a machine, {crowded * 1000:.0f} ms with {DECODE_STREAMS}; {served:.2f} prompts/s "
@@ -317,6 +325,11 @@ async def _calibrate(pool: LocalPool, manifest: Mapping[str, Any], scene: Scene,
         f"Targets: TTFT {load.ttft_target_milliseconds} ms = {TTFT_MULTIPLE:g}x unloaded, "
         f"TBT {load.tbt_target_milliseconds} ms between the two"
     )
+    if load.window_seconds != window:
+        view.say(
+            f"  spec.rebalance.metricsWindowSeconds: {load.window_seconds} instead of {window}, as long as this machine"
+            f" needs for {REQUESTS_PER_WINDOW} requests. The policy decides on no fewer than {MIN_SAMPLES}"
+        )
     return load
 
 
@@ -330,16 +343,15 @@ async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View,
         for objective in spec["slo"]["objectives"]:
             ttft = objective["metric"] == "TTFT"
             objective["targetMilliseconds"] = load.ttft_target_milliseconds if ttft else load.tbt_target_milliseconds
-        spec["rebalance"]["mode"] = mode
+        spec["rebalance"].update(mode=mode, metricsWindowSeconds=load.window_seconds)
 
+    scene.targets_fit = True
     pool.edit(edit)
     client = Client(pool.supervisor.router_url, pool.store.pool.spec.model.name, seed + 1)
     try:
         phases = [
-            await _phase("prompt-heavy", "TTFT", PROMPT_HEAVY, load.prompts_per_second, client, pool, scene, view),
-            await _phase(
-                "decode-heavy", "TBT", load.decode_heavy, load.decode_requests_per_second, client, pool, scene, view
-            ),
+            await _phase(2, "prompt-heavy", "TTFT", load, client, pool, scene, view),
+            await _phase(3, "decode-heavy", "TBT", load, client, pool, scene, view),
         ]
     finally:
         await client.close()
@@ -348,27 +360,33 @@ async def _run(pool: LocalPool, mode: str, load: Load, scene: Scene, view: View,
 
 
 async def _phase(
-    kind: str,
-    metric: str,
-    shape: Shape,
-    per_second: float,
-    client: Client,
-    pool: LocalPool,
-    scene: Scene,
-    view: View,
+    number: int, kind: str, metric: str, load: Load, client: Client, pool: LocalPool, scene: Scene, view: View
 ) -> Phase:
-    name = f"{kind}: {per_second:.2f} requests/s of {shape.prompt_words} words, {shape.output_tokens} tokens out"
+    shape, per_second = (
+        (PROMPT_HEAVY, load.prompts_per_second)
+        if metric == "TTFT"
+        else (load.decode_heavy, load.decode_requests_per_second)
+    )
     objective = next(o for o in pool.store.pool.spec.slo.objectives if o.metric.value == metric)
     clock = asyncio.get_running_loop().time
     started, seen = clock(), len(client.outcomes)
     to_loop_clock = started - time.time()
     moves_before = {_move_key(m) for m in pool.store.status.get("recentMoves", ())}
-    end = started + PHASE_SECONDS
-    scene.phase, scene.remaining_seconds = f"Phase: {name}", PHASE_SECONDS
-    view.say(f"Phase: {name}, {PHASE_SECONDS:.0f} s")
+    end = started + load.phase_seconds
+    scene.phase, scene.remaining_seconds = f"Phase {number} of 3, {kind}", load.phase_seconds
+    view.say(
+        f"{scene.phase}: {per_second:.2f} requests/s of {shape.prompt_words} words, {shape.output_tokens} tokens out,"
+        f" for {_duration(load.phase_seconds)}"
+    )
+    decisions: dict[tuple[str, str], Mapping[str, Any]] = {}
+    chosen_by = pool.store.pool.spec.rebalance.mode.value
 
     async def count() -> None:
         while True:
+            # The last is in force, also where it is older than the phase; the status keeps only a few.
+            for decision in pool.store.status.get("decisions", ())[-1:]:
+                if decision["mode"] == chosen_by:
+                    decisions[decision["time"], decision["reason"]] = decision
             scene.remaining_seconds = end - clock()
             scene.sent, scene.in_flight = client.sent, client.in_flight
             scene.failed = sum(1 for o in client.outcomes if o.error)
@@ -381,71 +399,32 @@ async def _phase(
         counter.cancel()
         await asyncio.gather(counter, return_exceptions=True)
         scene.remaining_seconds = None
+    outcomes = client.outcomes[seen:]
+    scene.phase = "Measuring unloaded again"
+    again = percentile(ttfts([await client.one(PROMPT_HEAVY) for _ in range(3)]), 50)
     moves = [m for m in pool.store.status.get("recentMoves", ()) if _move_key(m) not in moves_before]
     first = min((parse_time(m["startedAt"]) + to_loop_clock for m in moves), default=None)
     return Phase(
-        name=name,
+        name=f"{kind} phase",
         metric=metric,
         percentile=objective.percentile,
         target_seconds=objective.target_milliseconds / 1000,
-        outcomes=client.outcomes[seen:],
+        outcomes=outcomes,
         started_at=started,
-        settled_from=end - AFTER_SECONDS,
+        settled_from=end - load.after_seconds,
         moves=moves,
         first_move_at=first,
+        decisions=list(decisions.values()),
+        ttft_unloaded=again,
     )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.1f} min"
 
 
 def _move_key(move: Mapping[str, Any]) -> tuple[str, str]:
     return move["uid"], move["startedAt"]
-
-
-# ------------------------------------------------------------------------------------------------------------- summary
-
-
-def _summarize(console: Console, runs: Sequence[Run], pool: LocalPool) -> bool:
-    """Print it; True when every promise holds."""
-    console.print("\nSummary", style="bold")
-    for run in runs:
-        for phase in run.phases:
-            moved = ", ".join(f"{m.get('from', '?')}→{m['to']} {m.get('outcome', 'running')}" for m in phase.moves)
-            console.print(
-                f"  {run.mode}, {phase.name}\n"
-                f"    {phase.metric} target P{phase.percentile} {phase.target_seconds * 1000:.0f} ms, "
-                + ("[green]met[/]" if phase.met else "[red]missed[/]")
-                + f"\n    moves: {moved or 'none'}"
-                + f"\n    before: {_percentiles(phase.before)}\n    after:  {_percentiles(phase.after)}",
-                highlight=False,
-            )
-    active = runs[-1]
-    failures = [error for run in runs for error in run.failures]
-    promises = [
-        ("no request failed", not failures),
-        ("at least one machine moved into the prompt pool", active.moves_into("Prompt") > 0),
-        ("at least one machine moved into the token pool", active.moves_into("Token") > 0),
-        ("the moved pool met the TTFT target at the end of the prompt-heavy phase", active.phases[0].met),
-        ("the moved pool met the TBT target at the end of the decode-heavy phase", active.phases[1].met),
-    ]
-    if len(runs) > 1:
-        missed = not runs[0].phases[0].met
-        promises.append(("the same traffic misses the TTFT target where no machine may move (Paused)", missed))
-    memory = {name: memory_mebibytes(pid) for name, pid in {**pool.supervisor.pids, "controller": os.getpid()}.items()}
-    console.print(
-        f"Requests: {sum(run.requests for run in runs)}, failed: {len(failures)}"
-        + (f" (first: {failures[0]})" if failures else ""),
-        highlight=False,
-    )
-    console.print("Memory (MiB): " + ", ".join(f"{n} {m}" for n, m in sorted(memory.items())), highlight=False)
-    for text, holds in promises:
-        console.print(f"[green]✓[/] {text}" if holds else f"[red]✗ not so: {text}[/]", highlight=False)
-    return all(holds for _, holds in promises)
-
-
-def _percentiles(values: Sequence[float]) -> str:
-    shown = [percentile(list(values), p) for p in (50, 90, 99)]
-    if shown[0] is None:
-        return "no samples"
-    return "/".join(f"{(v or 0) * 1000:.0f}" for v in shown) + f" ms (P50/90/99 of {len(values)})"
 
 
 def _curl(url: str, model: str) -> str:

@@ -27,6 +27,7 @@ class Scene:
     sent: int = 0
     failed: int = 0
     in_flight: int = 0
+    targets_fit: bool = False  # until then what is missed is missed by targets for another machine
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=8))
 
 

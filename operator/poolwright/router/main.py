@@ -9,11 +9,11 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from uuid import uuid4
 
 import uvicorn
 
+from poolwright import arguments as given
 from poolwright.kube import KubeClient, KubeMachines
 from poolwright.machines import Machines, Unavailable
 from poolwright.router.app import Router
@@ -95,8 +95,13 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         config = _config(options, environment)
+        if options.machines_file is not None:
+            FileMachines(options.machines_file).check()
         listener = listen(options.host, options.port)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        print(f"poolwright router: cannot listen on {options.host}:{options.port}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (ValueError, Unavailable) as error:
         print(f"poolwright router: {error}", file=sys.stderr)
         return 2
     try:
@@ -161,32 +166,44 @@ def _config(options: argparse.Namespace, environment: Mapping[str, str]) -> Rout
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = given.Parser(
         prog="poolwright router",
         description="Route OpenAI requests to the machines of one pool. "
         f"{names.ENV_POOL}, {names.ENV_POOL_NAMESPACE} and {names.ENV_POOL_KEY} come from the environment.",
     )
     defaults = RouterConfig("", "", b"")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
-    parser.add_argument("--port", type=int, default=names.ROUTER_PORT, help="default: %(default)s; 0 takes a free one")
     parser.add_argument(
-        "--machines-file", type=Path, metavar="FILE", help="machines from this JSON file instead of from Kubernetes"
+        "--port",
+        type=given.port,
+        default=names.ROUTER_PORT,
+        help="port to listen on; 0 takes a free one (default: %(default)s)",
     )
-    parser.add_argument("--max-in-flight-requests", type=_count, default=defaults.max_in_flight_requests)
+    parser.add_argument(
+        "--machines-file",
+        type=given.readable_file,
+        metavar="FILE",
+        help="machines from this JSON file (default: the pods of the pool, from Kubernetes)",
+    )
+    parser.add_argument(
+        "--max-in-flight-requests",
+        type=given.count,
+        metavar="COUNT",
+        default=defaults.max_in_flight_requests,
+        help="requests under way at most; one more is answered 503 (default: %(default)s)",
+    )
     parser.add_argument(
         "--local-prompt-tokens",
-        type=int,
+        type=given.tokens,
+        metavar="TOKENS",
         default=defaults.local_prompt_tokens,
         help="prompts up to this long may be computed on the token machine (default: %(default)s)",
     )
     parser.add_argument(
-        "--drain-seconds", type=float, default=defaults.drain_seconds, help="for streams in flight at a shutdown"
+        "--drain-seconds",
+        type=given.seconds,
+        metavar="SECONDS",
+        default=defaults.drain_seconds,
+        help="what streams in flight at a shutdown have to end (default: %(default)s)",
     )
     return parser
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count

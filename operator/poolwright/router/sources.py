@@ -21,6 +21,10 @@ class FileMachines:
     def __init__(self, file: Path) -> None:
         self._file = file
 
+    def check(self) -> None:
+        """Raises Unavailable where the file does not hold machines now."""
+        self._read()
+
     async def list(self) -> tuple[Machine, ...]:
         return self._read()
 
