@@ -407,7 +407,7 @@ def a_machine_moves_and_the_target_is_met(
     edit(installed, [{"op": "replace", "path": "/spec/rebalance/mode", "value": "Active"}])
     history.until("a second machine is in the prompt pool", lambda ms: sum(m.role is Role.PROMPT for m in ms) == 2, 120)
     moved = time.monotonic()
-    installed.until("the clients and the status see it met", lambda: is_met(installed, traffic, moved, load), 180)
+    installed.until("the clients and the status see it met", lambda: is_met(installed, traffic, moved, load), 300)
     met = time.monotonic()
     columns = installed.cluster.kubectl("get", "pwp", POOL, "-n", installed.llm).stdout.splitlines()
     assert traffic.failures == [], "a request failed or was truncated"
