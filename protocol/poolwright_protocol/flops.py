@@ -29,7 +29,7 @@ class ComputeShape:
 
     def attention_flops(self, start: int, length: int) -> int:
         """Of queries at positions [start, start + length) of one sequence: query · key and weight · value."""
-        keys = sum(_visible_keys(start, length, window) for window in self.windows)
+        keys = sum(visible_keys(start, length, window) for window in self.windows)
         return 4 * self.heads * self.head_size * keys
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
@@ -40,7 +40,7 @@ class ComputeShape:
         return total
 
 
-def _visible_keys(start: int, length: int, window: int | None) -> int:
+def visible_keys(start: int, length: int, window: int | None = None) -> int:
     """(query, key) pairs of a causal mask: the query at position p sees p + 1 keys, or `window` where that is less."""
     stop = start + length
     if window is None or stop <= window:

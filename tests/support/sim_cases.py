@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from poolwright.sim.outcome import RunOutcome
-from poolwright.sim.policy import Batching, ClusterView, EngineRules, Placement, Policy, RoleChange
+from poolwright.sim.policy import ClusterView, EngineRules, Placement, Policy, RoleChange
 from poolwright.sim.request import Arrival, Request, Trace
 from poolwright.sim.simulation import Conditions, Loss, simulate
+from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
 from support.linear_step_time import machine_model
 from support.sim_policies import ShortestQueue, setting, static_policy

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, pairs_of
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork
 from poolwright_engine.scheduling.scheduler_config import SchedulerConfig, TokenBudget
+from poolwright_protocol.flops import visible_keys
 from poolwright_protocol.step_time import StepCost, StepProfile
 from support.scheduler_bed import SchedulerBed, request
 
@@ -161,7 +162,7 @@ def paced_steps(
         decision = bed.it.schedule(bed.number)
         bed.number += 1
         assert decision.step is not None
-        pairs = sum(pairs_of(row.start, row.length) for row in decision.step.rows)
+        pairs = sum(visible_keys(row.start, row.length) for row in decision.step.rows)
         spent = 0.05 + decision.step.num_tokens * token_seconds + pairs * pair_seconds
         result = bed.runner.submit(decision.step).result()
         bed.it.update(result.__class__(result.number, result.token_ids, result.logprobs, spent))
@@ -209,7 +210,7 @@ def test_the_pace_follows_a_machine_that_becomes_slower() -> None:
         for _ in range(count):
             tokens = pace.most_tokens(0, 0, 64, 2048)
             times.append(tokens * token_seconds)
-            pace.observe(tokens, pairs_of(0, tokens), times[-1])
+            pace.observe(tokens, visible_keys(0, tokens), times[-1])
         return times
 
     assert max(turns(100, 1e-3)) <= 2.5

@@ -13,6 +13,7 @@ still. Attention costs by pairs of a token and one before it, which is what make
 
 from dataclasses import dataclass
 
+from poolwright_protocol.flops import visible_keys
 from poolwright_protocol.step_time import StepCost, StepProfile
 
 _MARGIN = 1.2  # QoServe's
@@ -135,14 +136,10 @@ class PromptPace:
         if self._fit is None:
             return least
         cost, tokens, limit = self._fit.cost, most_tokens, self._limit_seconds / self._beyond
-        while tokens > least and cost.seconds(tokens, pairs_of(context, tokens)) > limit:
+        while tokens > least and cost.seconds(tokens, visible_keys(context, tokens)) > limit:
             tokens = (tokens - 1) // tile_tokens * tile_tokens
         return max(least, tokens)
 
 
 def _pace_from(token_seconds: float) -> _Fit:
     return _Fit(StepCost(0.0, token_seconds, 0.0), kv_scale=_PAIR_SCALE)
-
-
-def pairs_of(start: int, length: int) -> int:
-    return length * start + length * (length + 1) // 2

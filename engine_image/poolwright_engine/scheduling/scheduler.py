@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from poolwright_engine.scheduling.batching.strategy import strategy
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool, BrokenInvariant
-from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, pairs_of
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork
 from poolwright_engine.scheduling.ngrams import NgramIndex
 from poolwright_engine.scheduling.runner import Row, Seat, Step, StepResult, row_of
 from poolwright_engine.scheduling.scheduler_config import PreemptionMode, SchedulerConfig, SchedulingPolicy, TokenBudget
@@ -42,6 +42,7 @@ from poolwright_engine.scheduling.sequence import (
     output_of,
 )
 from poolwright_protocol.block_hash import block_key, root_key
+from poolwright_protocol.flops import visible_keys
 from poolwright_protocol.kv import blocks_for
 
 _WINDOW = 64  # waiting sequences looked at for one step
@@ -315,7 +316,7 @@ class Scheduler:
         if self._wants_step_times:
             self.predictor.observe(_work(step, has_prefill), result.busy_seconds)
         if self.pace is not None and has_prefill:
-            pairs = sum(pairs_of(row.start, row.length) for row in step.rows)
+            pairs = sum(visible_keys(row.start, row.length) for row in step.rows)
             self.pace.observe(step.num_tokens, pairs, result.busy_seconds)
         if any(result.prompt_logprobs):
             for row, sequence, entries in zip(step.rows, sequences, result.prompt_logprobs, strict=True):

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from poolwright.sim.engine import Job, Listener, Part, Plan
 from poolwright.sim.gaps import GapLog
-from poolwright.sim.policy import Batching, EngineRules
+from poolwright.sim.policy import EngineRules
 from poolwright.sim.prefix import block_keys
 from poolwright.sim.request import Request
 from poolwright.sim.step_rules import cuts_prompts, seats, whole_prompt_budget
 from poolwright.sim.step_time import Chunk
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool
 from poolwright_engine.scheduling.budget import StepPredictor, StepWork
-from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
+from poolwright_engine.scheduling.scheduler_config import Batching, SchedulerConfig
 from poolwright_protocol.kv import blocks_for
 
 _DEFAULTS = SchedulerConfig(max_model_len=1)

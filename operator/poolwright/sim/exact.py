@@ -79,7 +79,7 @@ class ExactEngine:
             max_model_len=self._max_model_len,
             max_num_batched_tokens=most if cuts_prompts(rules) else max(most, self._max_model_len),
             max_num_seqs=self._seats,
-            batching=scheduler_config.Batching(rules.batching.value),
+            batching=rules.batching,
             scheduling_policy=SchedulingPolicy.PRIORITY,
             enable_prefix_caching=self._prefixes and rules.prefix_cache,
             preemption=PreemptionMode.RECOMPUTE,

@@ -5,23 +5,13 @@ Ours and every published one run behind these, on the same machines, the same st
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
 from poolwright.core.reading import MetricsReading
 from poolwright.sim.request import Arrival
 from poolwright.sim.step_time import MachineModel
+from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
-
-
-class Batching(StrEnum):
-    """How an engine forms a step; the engine's own strategies of the same names."""
-
-    SARATHI = "sarathi"
-    VLLM = "vllm"
-    ORCA = "orca"
-    PREFILL_FIRST = "prefill-first"
-    STATIC = "static"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What a step may hold by the rules of a policy, where the engine's options do not say it themselves."""
 
-from poolwright.sim.policy import Batching, EngineRules
+from poolwright.sim.policy import EngineRules
+from poolwright_engine.scheduling.scheduler_config import Batching
 
 
 def whole_prompt_budget(rules: EngineRules, head_tokens: int, decodes: int) -> int:

@@ -18,9 +18,10 @@ from poolwright.sim.baselines.pools import capped, fitted, split_roles
 from poolwright.sim.baselines.profile import MachineProfile, Profiles
 from poolwright.sim.baselines.routers import NO_MACHINE, QuietRouter, Routed, placed, usable
 from poolwright.sim.baselines.rules import split_rules
-from poolwright.sim.policy import Batching, ClusterView, EngineRules, Policy, Setting, Slo
+from poolwright.sim.policy import ClusterView, EngineRules, Policy, Setting, Slo
 from poolwright.sim.request import Arrival
 from poolwright.sim.step_time import MachineModel
+from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
 
 Lengths = Sequence[tuple[int, int]]  # prompt and answer

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from poolwright.sim.baselines.profile import Profiles
 from poolwright.sim.baselines.routers import FewestRequests, MakeRouter
 from poolwright.sim.baselines.rules import tuned_budget
-from poolwright.sim.policy import Batching, EngineRules, Policy, Setting
+from poolwright.sim.policy import EngineRules, Policy, Setting
+from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from poolwright.sim.baselines.profile import MachineProfile, Profiles
-from poolwright.sim.policy import Batching, EngineRules, Setting
+from poolwright.sim.policy import EngineRules, Setting
 from poolwright.sim.step_time import Chunk
+from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
 
 # Sarathi-Serve states its SLOs by a decode iteration of 32 requests with prompts of 4,096 tokens (OSDI '24, section 5).

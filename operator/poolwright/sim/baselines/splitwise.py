@@ -17,8 +17,9 @@ from poolwright.sim.baselines.pools import split_roles
 from poolwright.sim.baselines.routers import NO_MACHINE, QuietRouter, Routed, placed
 from poolwright.sim.baselines.rules import split_rules
 from poolwright.sim.baselines.run_state import PerRun
-from poolwright.sim.policy import Batching, ClusterView, EngineRules, MachineView, Policy, RoleChange, Setting
+from poolwright.sim.policy import ClusterView, EngineRules, MachineView, Policy, RoleChange, Setting
 from poolwright.sim.request import Arrival
+from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
 
 PROMPT_QUEUE_TOKENS = 8192

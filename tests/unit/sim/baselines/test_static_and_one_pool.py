@@ -6,8 +6,9 @@ from poolwright.sim.baselines.one_pool import orca, sarathi, static_batching, vl
 from poolwright.sim.baselines.profile import MachineProfile
 from poolwright.sim.baselines.rules import REFERENCE_CONTEXT_TOKENS, tuned_budget
 from poolwright.sim.baselines.static_split import every_split
-from poolwright.sim.policy import Batching, Placement
+from poolwright.sim.policy import Placement
 from poolwright.sim.step_time import Chunk
+from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
 from support.line_machine import MODEL, arrival, cluster, machine, setting
 
