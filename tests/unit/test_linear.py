@@ -19,6 +19,8 @@ from poolwright_engine.model.linear import (
     Int8Linear,
     Linear,
     Quantization,
+    _by_shape,
+    _parts,
     choose_forms,
     fastest,
     give_back_freed_memory,
@@ -34,7 +36,7 @@ def _fine(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return Int8Linear(weight, bias, fine=True)
 
 
-ROWS = [0, 1, 2, 8, 9, 32, 33, 128, 129, 512, 600]
+ROWS = [0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 128, 129, 512, 600]
 
 
 def linear(
@@ -110,7 +112,7 @@ def test_packing_lets_go_of_the_weight_and_an_unknown_form_is_refused() -> None:
     choose_forms([product], Form.PACKED)
     with pytest.raises(RuntimeError, match="was packed"):
         _ = product.weight
-    with pytest.raises(ValueError, match="'fast' is none of auto, rows, columns, packed"):
+    with pytest.raises(ValueError, match="'fast' is none of auto, rows, columns, filled, blocks, packed"):
         choose_forms([linear()], "fast")
 
 
@@ -204,3 +206,14 @@ def test_what_weights_leave_behind_goes_back_to_the_system() -> None:
 
 def test_neighbours_in_memory_arejoined() -> None:
     assert joined([(1000, 100), (1116, 50), (2**20, 10)]) == [(1000, 1166), (2**20, 2**20 + 10)]
+
+
+def test_parts_of_a_model_have_every_shape_and_nothing_is_lost() -> None:
+    layers = [product for _ in range(10) for product in (linear(), linear(32, 64))]
+    head = linear(128, 64)
+    parts = _parts([*layers, head], _by_shape([*layers, head]))
+    assert len(parts) > 1
+    assert {id(product) for part in parts for product in part} == {id(product) for product in [*layers, head]}
+    for part in parts:
+        assert {product.out_features for product in part} == {96, 32, 128}
+        assert part[-1] is head

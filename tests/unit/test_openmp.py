@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from poolwright_engine.process.openmp import SPINS, spin_briefly
+from poolwright_engine.process.openmp import SPINS_ALONE, SPINS_OF_A_POOL, spin_briefly
+from poolwright_protocol import names
 
 SCRIPT = """
 import os, sys
@@ -19,11 +20,16 @@ assert os.environ["GOMP_SPINCOUNT"] == sys.argv[1], os.environ["GOMP_SPINCOUNT"]
 """
 
 
-def test_it_is_said_when_torch_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("told", "spins"), [({}, SPINS_ALONE), ({names.ENV_ROLE: "mixed"}, SPINS_OF_A_POOL)], ids=["alone", "in a pool"]
+)
+def test_it_is_said_when_torch_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], spins: int
+) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    environment: dict[str, str] = {}
+    environment = dict(told)
     assert spin_briefly(environment)
-    assert environment == {"GOMP_SPINCOUNT": str(SPINS)}
+    assert environment == {**told, "GOMP_SPINCOUNT": str(spins)}
 
 
 @pytest.mark.parametrize("setting", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
@@ -42,4 +48,6 @@ def test_it_is_too_late_once_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_command_line_says_it_before_it_loads_torch() -> None:
-    subprocess.run([sys.executable, "-c", SCRIPT, str(SPINS)], check=True, timeout=100, capture_output=True, env={})
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(SPINS_ALONE)], check=True, timeout=100, capture_output=True, env={}
+    )

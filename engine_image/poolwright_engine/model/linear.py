@@ -4,10 +4,11 @@ Owns how a weight lies in memory. Knows nothing of models: a list of products co
 """
 
 import ctypes
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,16 +20,24 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 Product = Callable[["Linear", Tensor], Tensor]  # unbound: a bound one would keep its weight in a cycle
+_Shape = tuple[int, int, torch.dtype]  # (out, in) of a weight, and what it is made of
 
-ROW_BOUNDS = (1, 8, 32, 128, 512)
+ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 128, 512)
 """Products of up to so many input rows share a form, measured at the bound; the last form serves all beyond."""
-_BUCKET_OF_BITS = (0, 1, 1, 1, 2, 2, 3, 3)  # by the bit length of rows - 1
+_BUCKET_OF_BITS = (0, 1, 2, 3, 4, 5, 6, 6)  # by the bit length of rows - 1
+_PACKED_ROWS = 8  # that oneDNN is told to expect
+_FULL_ROWS = 16  # what the widest vectors and tiles hold
+_BLOCK_FEATURES = 32  # rows of a weight
+_BLOCK_ROWS = range(2, 16)  # of x: one row is a product of a vector, and from 16 rows on other forms are as good
 _LAST_BUCKET = len(ROW_BOUNDS) - 1
 
 _PACKING_GAIN = 0.97  # a packed layout must be at least this much faster on the whole: it takes time to make
-_SAMPLE_MATRICES = 8  # measured in turn, so that no weight waits in a cache close to the core
-_MOST_ROUNDS = 12
+_MOST_PARTS = 4  # of a model, measured in turn
+_PART_WEIGHTS = 2**26  # of a part, at most about so many, as long as it has a product of each shape
+_MOST_ROUNDS = 8
+_SURE_ROUNDS = 3  # of a bucket that is not too large, whatever time is left
 _SAMPLE_MULTIPLICATIONS = 2**30  # a bucket whose one product takes more is not measured
+_SURE_MULTIPLICATIONS = 2**33
 _TINY = 1e-12  # a scale of what is all zero
 _FINE_STEPS = 254  # of one level: what rounding leaves out is at most half a level
 _INT4_GROUP = 32
@@ -45,6 +54,8 @@ class Form(StrEnum):
 
     ROWS = "rows"  # x Wᵀ from the weight as it is stored
     COLUMNS = "columns"  # (W xᵀ)ᵀ from the same: the result's columns are contiguous
+    FILLED = "filled"  # the same with rows added up to a multiple of 16: kernels for fewer may be slower than full ones
+    BLOCKS = "blocks"  # x with 32 rows of W at a time, as a batch: each block is read once, into a cache near the core
     PACKED = "packed"  # oneDNN, from a weight in its own order
 
 
@@ -76,13 +87,22 @@ class Linear:
             self._weight = None
             self._products = (Linear._from_packed,) * len(ROW_BOUNDS)
         else:
-            self._products = tuple(Linear._columns if form is Form.COLUMNS else Linear._rows for form in forms)
+            self._products = tuple(_STORED[form] for form in forms)
 
     def memory(self) -> tuple[int, int]:
         """Address and size in bytes of what every product reads."""
         if self._packed is not None:
             return int(torch.ops.mkldnn.data_ptr(self._packed)), int(torch.ops.mkldnn._nbytes(self._packed))
         return self.weight.data_ptr(), self.weight.nbytes
+
+    @property
+    def size(self) -> int:
+        """Multiplications of one row."""
+        return int(self.out_features * self.in_features)
+
+    @property
+    def is_packed(self) -> bool:
+        return self._packed is not None
 
     @property
     def weight(self) -> Tensor:
@@ -92,7 +112,7 @@ class Linear:
         return self._weight
 
     def _pack(self) -> Tensor:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROW_BOUNDS[1])
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_ROWS)
         return packed
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -102,10 +122,26 @@ class Linear:
         y = (self._weight @ x.t()).t()
         return y if self.bias is None else y.add_(self.bias)
 
+    def _filled(self, x: Tensor) -> Tensor:
+        y = _filled_product(x, self._weight)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        y = _block_product(x, self.weight)
+        return y if self.bias is None else y.add_(self.bias)
+
     def _from_packed(self, x: Tensor) -> Tensor:
         if x.shape[0] == 0:
             return _no_rows(x, self.out_features)
         return _packed_product(x, self._packed, self.bias)
+
+
+_STORED: Mapping[Form, Product] = {
+    Form.ROWS: Linear._rows,
+    Form.COLUMNS: Linear._columns,
+    Form.FILLED: Linear._filled,
+    Form.BLOCKS: Linear._blocks,
+}
 
 
 class Int8Linear(Linear):
@@ -226,6 +262,22 @@ def _no_rows(x: Tensor, out_features: int) -> Tensor:
     return x.new_empty(0, out_features)
 
 
+def _filled_product(x: Tensor, weight: Tensor | None) -> Tensor:
+    rows, features = x.shape
+    full = x.new_zeros(-(-rows // _FULL_ROWS) * _FULL_ROWS, features)
+    full[:rows] = x
+    product: Tensor = (weight @ full.t()).t()[:rows]
+    return product
+
+
+def _block_product(x: Tensor, weight: Tensor) -> Tensor:
+    rows, blocks = x.shape[0], weight.shape[0] // _BLOCK_FEATURES
+    if weight.shape[0] % _BLOCK_FEATURES or not rows:
+        return F.linear(x, weight)
+    of_blocks = weight.unflatten(0, (blocks, _BLOCK_FEATURES)).transpose(1, 2)
+    return torch.bmm(x.expand(blocks, -1, -1), of_blocks).transpose(0, 1).reshape(rows, -1)
+
+
 def _packed_product(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
@@ -248,75 +300,114 @@ class Choice:
         return f"{self.out_features}×{self.in_features}: " + "; ".join(parts)
 
 
-def choose_forms(products: Iterable[Linear], form: str = AUTO, limit_seconds: float = 2.0) -> tuple[Choice, ...]:
+def choose_forms(products: Iterable[Linear], form: str = AUTO, limit_seconds: float = 3.0) -> tuple[Choice, ...]:
     """Settles, once, the form of every product: `form`, or the fastest by a measurement on the calling thread that
-    takes about `limit_seconds` at most. The same weights are then moved to huge pages as far as the system has any.
+    takes about `limit_seconds`, and a little more where that is what a comparison needs. `products` are in the order in
+    which a model makes them. Their weights are moved to huge pages as far as the system has any.
 
     The choice holds for the life of the process, so a token does not depend on when it was computed.
     """
     if form not in FORMS:
         raise ValueError(f"form {form!r} is none of {', '.join(FORMS)}")
-    groups: dict[tuple[int, int, torch.dtype], list[Linear]] = {}
-    fixed = []
-    for product in products:
-        if type(product) is not Linear:
-            fixed.append(product.memory())
-            continue
-        groups.setdefault((product.out_features, product.in_features, product.dtype), []).append(product)
+    given = list(products)
+    free = [product for product in given if type(product) is Linear]
+    use_huge_pages(product.memory() for product in given)
     choices = []
     with torch.inference_mode():
-        for (out_features, in_features, _), group in groups.items():
-            times: tuple[dict[Form, float], ...] = tuple({} for _ in ROW_BOUNDS)
-            forms = (Form(form),) * len(ROW_BOUNDS) if form != AUTO else ()
-            if not forms:
-                times = _measure(group[:_SAMPLE_MATRICES], limit_seconds / len(groups))
-                forms = fastest(times)
+        measured = _measure(free, limit_seconds) if form == AUTO else {}
+        for shape, group in _by_shape(free).items():
+            times = measured.get(shape) or tuple({} for _ in ROW_BOUNDS)
+            forms = fastest(times) if form == AUTO else (Form(form),) * len(ROW_BOUNDS)
             for product in group:
                 product.use(forms)
-            choices.append(Choice(out_features, in_features, forms, times))
+            choices.append(Choice(*shape[:2], forms, times))
             log.debug("Product %s", choices[-1])
     give_back_freed_memory()
-    use_huge_pages(fixed + [product.memory() for group in groups.values() for product in group])
+    use_huge_pages(product.memory() for product in free if product.is_packed)
     return tuple(choices)
 
 
-def _measure(sample: Sequence[Linear], limit_seconds: float) -> tuple[dict[Form, float], ...]:
-    """Microseconds of a product by bucket and form: forms in turn, the least of several rounds, so that what else runs
-    on the machine falls on all of them alike. A bucket that time does not allow two rounds has none."""
-    weights = [product.weight for product in sample]
-    packed = [product._pack() for product in sample] if torch.backends.mkldnn.is_available() else []
+def _by_shape(products: Iterable[Linear]) -> dict[_Shape, list[Linear]]:
+    groups: dict[_Shape, list[Linear]] = {}
+    for product in products:
+        groups.setdefault((product.out_features, product.in_features, product.dtype), []).append(product)
+    return groups
+
+
+def _measure(products: Sequence[Linear], limit_seconds: float) -> Mapping[_Shape, tuple[dict[Form, float], ...]]:
+    """Microseconds of a product by shape, bucket and form; of a bucket that is not worth its time, none.
+
+    As in a step, products of all shapes follow each other and each weight was not read for long: forms take turns over
+    parts of the model that move on, and a form that is best on weights in a cache may be the slowest on others. Of
+    several rounds the least counts, so that what else runs on the machine falls on all forms alike.
+    """
+    if not products or limit_seconds <= 0:
+        return {}
+    groups = _by_shape(products)
+    parts = _parts(products, groups)
+    packed = {}
+    if torch.backends.mkldnn.is_available():
+        packed = {product: product._pack() for product in parts[0]}
+    results = {shape: tuple[dict[Form, float], ...]({} for _ in ROW_BOUNDS) for shape in groups}
     began = time.perf_counter()
-    results: list[dict[Form, float]] = []
+    turns = itertools.cycle(parts)
     for bucket, rows in enumerate(ROW_BOUNDS):
-        results.append({})
-        if rows * weights[0].numel() > _SAMPLE_MULTIPLICATIONS:
-            continue
-        x = torch.full((rows, weights[0].shape[1]), 0.01, dtype=weights[0].dtype)
-        runs: dict[Form, Callable[[], object]] = {
-            Form.ROWS: lambda x=x: [F.linear(x, weight) for weight in weights],  # type: ignore[misc]
-            Form.COLUMNS: lambda x=x: [(weight @ x.t()).t() for weight in weights],  # type: ignore[misc]
-        }
-        if packed:
-            runs[Form.PACKED] = lambda x=x: [_packed_product(x, weight, None) for weight in packed]  # type: ignore[misc]
-        rounds: list[dict[Form, float]] = []
         deadline = began + limit_seconds * (bucket + 1) / len(ROW_BOUNDS)
-        while len(rounds) < _MOST_ROUNDS and time.perf_counter() < deadline:
-            rounds.append({form: _microseconds(run) / len(weights) for form, run in runs.items()})
-        if len(rounds) > 1:  # the first makes what the others reuse
-            results[-1] = {form: min(times[form] for times in rounds[1:]) for form in runs}
-    return tuple(results)
+        sure = _SURE_ROUNDS if rows * sum(p.size for p in parts[0]) <= _SURE_MULTIPLICATIONS else 0
+        forms = [Form.ROWS, Form.COLUMNS]
+        forms += [Form.FILLED] if rows % _FULL_ROWS else []
+        forms += [Form.BLOCKS] if rows in _BLOCK_ROWS else []
+        forms += [Form.PACKED] if packed else []
+        for count in range(_MOST_ROUNDS):
+            if count >= sure and time.perf_counter() > deadline:
+                break
+            for form in forms:
+                part = parts[0] if form is Form.PACKED else next(turns)
+                for shape, micros in _microseconds(part, rows, form, packed).items():
+                    if count:  # the first round makes what the others reuse
+                        of_bucket = results[shape][bucket]
+                        of_bucket[form] = min(micros, of_bucket.get(form, math.inf))
+    return results
 
 
-def _microseconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return (time.perf_counter() - began) * 1e6
+def _parts(products: Sequence[Linear], groups: Mapping[_Shape, Sequence[Linear]]) -> list[list[Linear]]:
+    """The products cut into runs of a bounded size that each have all shapes; a product of a rare shape is in all."""
+    size = sum(product.size for product in products)
+    count = max(1, min(_MOST_PARTS, min((len(g) for g in groups.values() if len(g) > 1), default=1)))
+    count = max(count, min(size // _PART_WEIGHTS, max(len(g) for g in groups.values())))
+    parts: list[list[Linear]] = [[] for _ in range(count)]
+    for group in groups.values():
+        for index, part in enumerate(parts):
+            first, stop = (len(group) * at // count for at in (index, index + 1))
+            part.extend(group[first:stop] or group[first : first + 1])
+    order = {product: index for index, product in enumerate(products)}
+    return [sorted(part, key=order.__getitem__) for part in parts]
+
+
+def _microseconds(
+    part: Sequence[Linear], rows: int, form: Form, packed: Mapping[Linear, Tensor]
+) -> dict[_Shape, float]:
+    """The mean of a product of each shape, of those that are not too large for so many rows."""
+    inputs = {(p.in_features, p.dtype): torch.full((rows, p.in_features), 0.01, dtype=p.dtype) for p in part}
+    sums: dict[_Shape, list[float]] = {}
+    for product in part:
+        if rows * product.size > _SAMPLE_MULTIPLICATIONS:
+            continue
+        x = inputs[product.in_features, product.dtype]
+        began = time.perf_counter()
+        if form is Form.PACKED:
+            _packed_product(x, packed[product], None)
+        else:
+            _STORED[form](product, x)
+        seconds = time.perf_counter() - began
+        sums.setdefault((product.out_features, product.in_features, product.dtype), []).append(seconds)
+    return {shape: sum(times) / len(times) * 1e6 for shape, times in sums.items()}
 
 
 def fastest(times: Sequence[dict[Form, float]]) -> tuple[Form, ...]:
-    """Packed for all buckets if that is faster on the geometric mean; else the better of the other two for each."""
+    """Packed for all buckets if that is faster on the geometric mean; else the best of the others for each."""
     measured = [of_bucket for of_bucket in times if of_bucket]
-    stored = [min((Form.ROWS, Form.COLUMNS), key=of_bucket.__getitem__) for of_bucket in measured]
+    stored = [min((form for form in _STORED if form in of_bucket), key=of_bucket.__getitem__) for of_bucket in measured]
     if measured and all(Form.PACKED in of_bucket for of_bucket in measured):
         gains = [of_bucket[Form.PACKED] / of_bucket[form] for of_bucket, form in zip(measured, stored, strict=True)]
         if math.prod(gains) ** (1 / len(gains)) < _PACKING_GAIN:

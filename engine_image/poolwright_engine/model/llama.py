@@ -107,7 +107,8 @@ class LlamaModel:
             hidden = hidden * torch.tensor(config.embedding_scale, dtype=self.dtype)
         for index, (layer, kind) in enumerate(zip(weights.layers, config.kind_of_layer, strict=True)):
             keys, values = cache.data[0, index], cache.data[1, index]
-            qkv = layer.qkv(self._norm(hidden, layer.attention_norm)).unflatten(1, (-1, config.head_size))
+            # A product's columns may be what is contiguous, and PyTorch's fused attention reads heads in one piece.
+            qkv = layer.qkv(self._norm(hidden, layer.attention_norm)).contiguous().unflatten(1, (-1, config.head_size))
             rotated = qkv[:, :rotated_heads]
             if layer.qk_norm is not None:
                 rotated = F.rms_norm(rotated, (config.head_size,), None, config.rms_norm_epsilon) * layer.qk_norm
