@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +103,8 @@ class Bench:
 def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
     """The largest error over the largest number; NaN where one was found."""
     return float((found.double().cpu() - truth.double().cpu()).abs().max() / truth.double().abs().max().cpu())
+
+
+def largest(errors: Iterable[float]) -> float:
+    """NaN where one of them is."""
+    return float(torch.tensor(list(errors), dtype=torch.float64).max())

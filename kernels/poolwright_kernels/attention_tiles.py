@@ -76,14 +76,17 @@ def tiles_for(
     keys = 32 if wide else 64
     is_padded = head_size & (head_size - 1) > 0  # to a power of two, and masked for it, which takes registers
     if not has_chunks:
-        programs = 2 if wide or (is_padded and cache_bytes == 1) else 3
+        # Converting an 8-bit cache takes registers, of which a third program would leave too few.
+        programs = 2 if wide or (cache_bytes == 1 and (is_padded or head_size > 64)) else 3
         return Tiles(128, keys, 3, small_rows, keys, 5, warps=4, programs_per_multiprocessor=programs)
     large_rows = max(64, small_rows) if wide else 128
     # tcgen05 reads where a tile of 16 elements of the head lies in shared memory from a pair of registers, and the
     # compiler keeps them for all loops at once: with more than one, heads of 256 do not fit. Nor do they beside the
-    # conversion of an 8-bit cache for wgmma.
-    crowded = head_size > 128 and (100 <= capability < 120 or (cache_bytes == 1 and 90 <= capability < 100))
-    large_keys = 32 if is_padded and capability >= 120 else keys
+    # conversion of an 8-bit cache for wgmma, nor padded heads beside that for mma on sm_120.
+    converts, is_120 = cache_bytes == 1, capability >= 120
+    crowded = head_size > 128 and (100 <= capability < 120 or (converts and 90 <= capability < 100))
+    crowded |= is_120 and converts and is_padded
+    large_keys = 32 if is_120 and (is_padded or (converts and head_size > 64)) else keys
     return Tiles(
         large_rows, large_keys, 3, small_rows, keys, 5, 8, programs_per_multiprocessor=1, one_large_loop=crowded
     )

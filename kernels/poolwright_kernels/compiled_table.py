@@ -1,8 +1,8 @@
 """The tables of compiled kernels: what is in them, what each row must satisfy, and their files.
 
 A row is one subject (a kernel with its constants) for one version of Triton and one target. Attention has a table of
-its own, which takes hours to make; the other has all other operations. A file carries a digest of the kernels' code and
-of every case in it, so that a table that is older than the kernels is seen to be so.
+its own, which takes hours to make; the other has all other operations. Each row carries a digest of the kernel's code
+and of its case: a row that is older than the kernels is seen to be so, and the others stay true. A file may lack rows.
 """
 
 import ast
@@ -39,6 +39,7 @@ _BEST = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}  # for tiles of 64 
 NAMED_SPILLS: dict[tuple[str, str, int], int] = {}
 
 _MEASURE = 1  # raised when a row says something else of the same machine code
+_DIGEST_CHARACTERS = 12  # of a case's digest, in a file
 
 Key = tuple[str, str, int]  # subject, Triton, target
 
@@ -65,12 +66,11 @@ def subjects() -> dict[str, Subject]:
 
 
 def keys(family: str | None = None) -> list[Key]:
-    """All rows of a table or of both, those of groups of four heads first: what is wrong there is wrong everywhere."""
+    """All rows that a table is to have, or both."""
     every = (
         (s.name, version, target) for version in TRITON_VERSIONS for s in subjects().values() for target in s.targets
     )
-    ours = (key for key in every if family in (None, family_of(key[0])))
-    return sorted(ours, key=lambda key: "×4 " not in key[0])
+    return [key for key in every if family in (None, family_of(key[0]))]
 
 
 def family_of(name: str) -> str:
@@ -103,6 +103,7 @@ def faults(key: Key, row: Compiled) -> list[str]:
     return wrong
 
 
+@functools.cache
 def case_digest(key: Key) -> str:
     """Of all that decides what a row will be: the kernel's code with all it calls, the case, Triton and the target."""
     name, version, target = key
@@ -120,34 +121,39 @@ def case_digest(key: Key) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def table_digest(family: str) -> str:
-    return hashlib.sha256("".join(case_digest(key) for key in keys(family)).encode()).hexdigest()
-
-
-def read_table(path: Path) -> tuple[str, dict[Key, Compiled]]:
-    """The digest that the file says, and its rows."""
-    stored = json.loads(path.read_text())
-    rows = {
-        (name, version, int(target)): unpacked(row)
-        for name, versions in stored["rows"].items()
+def read_table(path: Path) -> dict[Key, tuple[str, Compiled]]:
+    """Each row with the beginning of the digest of what it was compiled from; none where there is no file."""
+    if not path.exists():
+        return {}
+    return {
+        (name, version, int(target)): (digest, unpacked(row))
+        for name, versions in json.loads(path.read_text())["rows"].items()
         for version, targets in versions.items()
-        for target, row in targets.items()
+        for target, (digest, *row) in targets.items()
     }
-    return stored["digest"], rows
+
+
+def current_rows(family: str, path: Path) -> dict[Key, Compiled]:
+    """Of a file: the rows that are of the kernels as they are."""
+    stored = read_table(path)
+    return {
+        key: stored[key][1] for key in keys(family) if key in stored and case_digest(key).startswith(stored[key][0])
+    }
 
 
 def write_table(family: str, rows: Mapping[Key, Compiled], path: Path) -> None:
     """One line for each subject."""
     by_subject: dict[str, dict[str, dict[str, list[Any]]]] = {}
-    for name, version, target in keys(family):
-        targets = by_subject.setdefault(name, {}).setdefault(version, {})
-        targets[str(target)] = packed(rows[name, version, target])
-    columns = [field.name for field in dataclasses.fields(Compiled)]
+    for key in keys(family):
+        if key in rows:
+            name, version, target = key
+            targets = by_subject.setdefault(name, {}).setdefault(version, {})
+            targets[str(target)] = [case_digest(key)[:_DIGEST_CHARACTERS], *packed(rows[key])]
+    columns = ["digest", *(field.name for field in dataclasses.fields(Compiled))]
     loop_columns = [field.name for field in dataclasses.fields(Loop)]
     lines = [f"    {json.dumps(name, ensure_ascii=False)}: {_json(row)}" for name, row in sorted(by_subject.items())]
     path.write_text(
         "{\n"
-        f'  "digest": "{table_digest(family)}",\n'
         f'  "columns": {_json(columns)},\n'
         f'  "loop_columns": {_json(loop_columns)},\n'
         '  "rows": {\n' + ",\n".join(lines) + "\n  }\n}\n"

@@ -1,4 +1,4 @@
-"""The tables of compiled kernels that are checked in: of these kernels, complete, and without a fault."""
+"""The tables of compiled kernels that are checked in: of these kernels, without a fault, and how far complete."""
 
 import dataclasses
 from pathlib import Path
@@ -11,35 +11,43 @@ from poolwright_kernels.compiled_table import (
     PATHS,
     TRITON_VERSIONS,
     Key,
+    current_rows,
     family_of,
     faults,
     keys,
     read_table,
-    table_digest,
     write_table,
 )
-from poolwright_kernels.inspect import Cache, CompilationFailed, Worker, compile_missing
+from poolwright_kernels.inspect import Cache, CompilationFailed, Worker, compile_missing, telling_first
 from poolwright_kernels.machine_code import Loop
 
 INSTALLED = "3.7.1"  # the version in the environment of tests: needs no download
-FAMILIES = [family for family, path in PATHS.items() if path.exists()]
+# Rows that a table may lack: what they would say is not proven. Lowered as they are compiled, to none.
+UNPROVEN_ROWS = {"operations": 0, "attention": 2962}
 
 
 def rows_of(family: str) -> dict[Key, Compiled]:
-    return read_table(PATHS[family])[1]
+    return {key: row for key, (_, row) in read_table(PATHS[family]).items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_table_is_of_these_kernels(family: str) -> None:
-    digest, _ = read_table(PATHS[family])
-    assert digest == table_digest(family), f"run `python -m poolwright_kernels.inspect --compile --table {family}`"
+@pytest.mark.parametrize("family", PATHS)
+def test_every_row_is_of_these_kernels(family: str) -> None:
+    stale = rows_of(family).keys() - current_rows(family, PATHS[family]).keys()
+    assert stale == set(), f"run `python -m poolwright_kernels.inspect --compile --table {family}`"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_table_has_every_row_and_none_has_a_fault(family: str) -> None:
-    rows = rows_of(family)
-    assert rows.keys() == set(keys(family))
-    assert {key: found for key, row in rows.items() if (found := faults(key, row))} == {}
+@pytest.mark.parametrize("family", PATHS)
+def test_no_row_has_a_fault(family: str) -> None:
+    assert {key: found for key, row in rows_of(family).items() if (found := faults(key, row))} == {}
+
+
+@pytest.mark.parametrize("family", PATHS)
+def test_no_row_is_missing(family: str) -> None:
+    every = keys(family)
+    missing = set(every) - rows_of(family).keys()
+    assert len(missing) == UNPROVEN_ROWS[family]
+    if missing:
+        pytest.xfail(f"{len(missing)} of {len(every)} compiled rows of {family} are unproven")
 
 
 def test_only_the_target_of_workstations_may_spill() -> None:
@@ -61,15 +69,40 @@ def test_compiled_anew_a_row_is_the_same(key: Key, tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache.jsonl")
     compiled = compile_missing([key], cache)
     assert faults(key, compiled[key]) == []
-    if family_of(key[0]) in FAMILIES:
-        assert compiled == {key: rows_of(family_of(key[0]))[key]}
+    assert compiled[key] == rows_of(family_of(key[0]))[key]
     assert Cache(tmp_path / "cache.jsonl").rows == cache.rows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PATHS)
 def test_a_table_survives_its_file(family: str, tmp_path: Path) -> None:
     write_table(family, rows_of(family), tmp_path / "table.json")
     assert (tmp_path / "table.json").read_text() == PATHS[family].read_text()
+
+
+def test_a_row_that_is_older_than_its_kernel_does_not_count_and_the_others_do(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    rows = rows_of("operations")
+    old, kept = ("bias logits", INSTALLED, 90), ("bias logits", INSTALLED, 80)
+    write_table("operations", {key: rows[key] for key in (old, kept)}, path)
+    digest = read_table(path)[old][0]
+    path.write_text(path.read_text().replace(digest, "0" * len(digest)))
+    assert current_rows("operations", path) == {kept: rows[kept]}
+
+
+def test_what_is_cut_short_has_seen_every_head_format_target_and_triton() -> None:
+    """Of attention's launches of two loops, in the first tenth of them."""
+    begun = telling_first(keys("attention"))[:160]
+    seen = {(word, version, target) for name, version, target in begun for word in name.split()[2:]}
+    heads = {name.split()[2].partition("×")[0] for name, _, _ in begun}
+    assert all(name.startswith("attention mixed") for name, _, _ in begun)
+    assert heads == {"64", "96", "128", "256"}
+    assert {(word, version, target) for word in ("bf16", "fp16", "fp8-kv", "window", "soft-cap")
+            for version in TRITON_VERSIONS for target in (90, 100, 120)} <= seen  # fmt: skip
+
+
+def test_when_the_time_is_over_nothing_more_is_compiled(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache.jsonl")
+    assert compile_missing([key for key in keys() if key[1] == INSTALLED], cache, minutes=0) == {}
 
 
 def test_each_rule_finds_what_breaks_it() -> None:

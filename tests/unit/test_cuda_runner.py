@@ -2,8 +2,10 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from poolwright_engine.checkpoint.loader import LoadedModel, load_model
 from poolwright_engine.cpu.runner import CpuRunner
 from poolwright_engine.cuda import batch as device_batch
+from poolwright_engine.cuda import plans as device_plans
+from poolwright_engine.cuda import runner as cuda_runner
 from poolwright_engine.cuda.batch import DeviceBatch, StepShape
 from poolwright_engine.cuda.graphs import NO_GRAPHS, GraphSizes, graph_sizes
 from poolwright_engine.cuda.model import CudaModel
@@ -190,6 +194,38 @@ def test_a_forward_pass_of_fake_tensors_has_the_shapes_of_a_real_one(
         assert (words.shape, words.dtype) == ((2 * shape.rows,), torch.int32)
 
 
+def test_a_cache_of_eight_bits_takes_half_the_memory_of_sixteen_and_costs_three_bits(loaded: LoadedModel) -> None:
+    """A prompt in chunks, then decodes: the first layer's keys and values are those of a whole cache, rounded; log
+    probabilities are near, not equal. Blocks keep their bits when they travel."""
+    runners = [
+        CudaRunner(
+            CudaModel(loaded.config, loaded.model.weights, MAX_MODEL_LEN, CPU), 8, 4, 2, 32, MAX_MODEL_LEN,
+            num_host_blocks=2, cache_dtype=cache_dtype,
+        )
+        for cache_dtype in (torch.float32, torch.float8_e4m3fn)
+    ]  # fmt: skip
+    whole, small = runners
+    assert whole.kv_shape.bytes_per_token == 4 * small.kv_shape.bytes_per_token
+    ids, table, errors = tuple(range(3, 24)), [3, 1, 7, 2, 5, 4], []
+    for number, (start, stop) in enumerate(((0, 10), (10, 19), (19, 20), (20, 21))):
+        row = Row(0, start, stop - start, ids[start:stop], table, stop > 18, PARAMS[1])
+        results = [runner.submit(Step(number, (row,))).result() for runner in runners]
+        if row.samples:
+            most = [max(each.logprobs[0][0].top, key=lambda pair: pair[1]) for each in results]
+            errors.append(abs(most[0][1] - most[1][1]))
+    assert all(0 < error < 1 for error in errors)
+    rounded = whole._cache[:, 0].clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(rounded.view(torch.uint8), small._cache[:, 0].view(torch.uint8))
+
+    part = (range(1, 2), range(1))
+    read = small.read_blocks(*part, (3, 7)).result()
+    assert len(read) == 2 * 2 * 4 * small.kv_shape.head_size
+    small.write_blocks(*part, (6, 1), read)
+    small.swap_out((6,), (1,))
+    small.swap_in((1,), (2,))
+    assert small.read_blocks(*part, (2, 1)).result() == read
+
+
 async def test_an_engine_runs_on_it_as_on_a_cpus(loaded: LoadedModel) -> None:
     """With too little memory: requests are preempted, and swapped out and in, a step ahead of what was read."""
     heard = []
@@ -319,6 +355,33 @@ def test_only_blocks_that_were_appended_are_sent(loaded: LoadedModel, monkeypatc
     assert sent == [1]
     runner.submit(Step(0, (Row(0, 0, 7, (1,) * 7, [5, 6], True, PARAMS[2]),))).result()
     assert sent == [1, params_and_table]
+
+
+def test_the_host_plans_no_decodes_and_a_step_comes_back_in_one_copy(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(plain: Callable[..., object], *given: object) -> object:
+        calls.append(plain.__name__)
+        return plain(*given)
+
+    for module, name in ((device_plans, "plan_on_host"), (cuda_runner, "_Copy")):
+        monkeypatch.setattr(module, name, partial(counted, getattr(module, name)))
+    runner = on_device(loaded, None)
+    prompts = [(slot, params) for slot, params in enumerate((PARAMS[0], PARAMS[1], PARAMS[3], PARAMS[4]))]
+    steps = [
+        [Row(slot, 0, 7, (1,) * 7, [1 + 3 * slot, 2 + 3 * slot], True, params, seat=Seat((1,) * 7, ()))
+         for slot, params in prompts],
+        [Row(slot, 7, 1, (), [1 + 3 * slot, 2 + 3 * slot], True, params, use_last_sampled=True)
+         for slot, params in prompts],
+        [Row(0, 8, 1, (), [1, 2, 3], True, PARAMS[0], use_last_sampled=True)],
+    ]  # fmt: skip
+    for number, rows in enumerate(steps):
+        calls.clear()
+        result = runner.submit(Step(number, tuple(rows))).result()
+        assert calls == (["_Copy"] if number else ["plan_on_host", "_Copy"])
+        assert all(len(tokens) == 1 for tokens in result.token_ids)
 
 
 def test_a_step_of_nothing_writes_nothing(loaded: LoadedModel) -> None:

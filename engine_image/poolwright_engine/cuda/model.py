@@ -82,6 +82,7 @@ class CudaModel:
             self._layers = tuple(layer(of) for of in weights.layers)
             self._norm = moved(weights.norm)
             self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
+            self._one = torch.ones(1, dtype=torch.float32, device=device)
             positions = torch.arange(max_positions, dtype=torch.float32, device=device)
             self._angles = tuple(
                 _angles(positions, torch.tensor(kind.inverse_frequencies, device=device))
@@ -92,8 +93,9 @@ class CudaModel:
     def hidden(self, inputs: BatchInputs, plans: Plans, cache: Tensor) -> Tensor:
         """Computes the tokens and writes their KV: what `logits` makes logits of, (tokens, hidden_size).
 
-        cache: (2, layers, blocks, block_size, kv_heads, head_size)"""
+        cache: (2, layers, blocks, block_size, kv_heads, head_size); one of 8 bits holds numbers at a scale of 1"""
         config, epsilon = self.config, self.config.rms_norm_epsilon
+        scale = self._one if cache.dtype.itemsize == 1 else None
         heads, kv_heads = config.heads, config.kv_heads
         residual = F.embedding(inputs.token_ids, self._embedding)
         if config.embedding_scale != 1:
@@ -106,11 +108,12 @@ class CudaModel:
             keys, values = cache[0, index], cache[1, index]
             rotated = rotary_write(
                 query, key, value, self._angles[kind], inputs.positions, inputs.kv_slots, keys, values,
-                layer.query_norm, layer.key_norm, epsilon,
+                layer.query_norm, layer.key_norm, epsilon, key_scale=scale, value_scale=scale,
             )  # fmt: skip
             attended = hybrid_attention(
-                rotated, keys, values, plans[window], config.attention_scale, window, config.attention_soft_cap or 0.0
-            )
+                rotated, keys, values, plans[window], config.attention_scale, window, config.attention_soft_cap or 0.0,
+                key_scale=scale, value_scale=scale,
+            )  # fmt: skip
             added = self._normed(layer.output(attended.flatten(1)), layer.after_attention_norm)
             inner = self._gated(layer.gate_up(self._summed(added, residual, layer.mlp_norm)))
             added = self._normed(layer.down(inner), layer.after_mlp_norm)

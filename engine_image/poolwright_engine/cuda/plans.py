@@ -40,8 +40,10 @@ class AttentionPlans:
         dtype: torch.dtype,
         device: torch.device,
         decodes_planned: bool,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """decodes_planned: false where attention does not read the list, as the reference does not."""
+        """decodes_planned: false where attention does not read the list, as the reference does not. cache_dtype: None:
+        as `dtype`, that of the queries."""
         shape = AttentionShape(config.heads, config.kv_heads, config.head_size, block_size)
         capability, processors = 90, 0
         if device.type == "cuda":
@@ -50,7 +52,8 @@ class AttentionPlans:
         windows = sorted({window or 0 for window in config.windows})
 
         def buffers(has_chunks: bool, tokens: int) -> dict[int, PlanBuffers]:
-            tiles = tiles_for(config.head_size, shape.group, has_chunks, dtype.itemsize, capability)
+            sizes = (dtype.itemsize, capability, (cache_dtype or dtype).itemsize)
+            tiles = tiles_for(config.head_size, shape.group, has_chunks, *sizes)
             lanes = lanes_of(shape, processors * tiles.programs_per_multiprocessor or _CPU_PROGRAMS)
             layout = PlanLayout(shape, tiles, PlanCapacity(max_num_seqs, tokens), lanes, has_chunks)
             return {window: PlanBuffers(layout, device) for window in windows}

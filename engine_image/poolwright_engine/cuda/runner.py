@@ -121,7 +121,9 @@ class _PromptPart:
 class CudaRunner:
     """max_model_len bounds a sequence, max_num_batched_tokens a step. `eos_token_ids` are what `min_tokens` keeps away;
     without `guides`, a row that asks for one fails alone. `sizes`: shapes that steps are padded to, each a graph on
-    CUDA. `decodes_planned`: attention reads the work list also on a CPU, as interpreted kernels do."""
+    CUDA. `decodes_planned`: attention reads the work list also on a CPU, as interpreted kernels do. `cache_dtype`: of
+    keys and values, None: the model's; float8_e4m3fn takes half the memory of 16 bits, and needs compute capability
+    8.9."""
 
     def __init__(
         self,
@@ -136,12 +138,16 @@ class CudaRunner:
         guides: Guides | None = None,
         sizes: GraphSizes = NO_GRAPHS,
         decodes_planned: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"a KV cache of {num_blocks} blocks has none beside the null block")
         config, device = model.config, model.device
         is_cuda = device.type == "cuda"
-        self.kv_shape = config.kv_shape(model.dtype)
+        cache_dtype = cache_dtype or model.dtype
+        if is_cuda and cache_dtype.itemsize == 1 and torch.cuda.get_device_capability(device) < (8, 9):
+            raise ValueError(f"{torch.cuda.get_device_name(device)} has no numbers of 8 bits for a KV cache")
+        self.kv_shape = config.kv_shape(cache_dtype)
         self.vocab_size = config.vocab_size
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -151,8 +157,8 @@ class CudaRunner:
         self._max_num_seqs = max_num_seqs
         shape = self.kv_shape
         block = (block_size, shape.kv_heads, shape.head_size)
-        self._cache = torch.zeros(2, shape.layers, num_blocks, *block, dtype=model.dtype, device=device)
-        self._host = torch.zeros(2, shape.layers, num_host_blocks, *block, dtype=model.dtype, pin_memory=is_cuda)
+        self._cache = torch.zeros(2, shape.layers, num_blocks, *block, dtype=cache_dtype, device=device)
+        self._host = torch.zeros(2, shape.layers, num_host_blocks, *block, dtype=cache_dtype, pin_memory=is_cuda)
         self._batch = DeviceBatch(
             max_num_seqs,
             max(max_num_batched_tokens, max_num_seqs, *sizes.mixed_tokens, 0),
@@ -161,18 +167,43 @@ class CudaRunner:
             device,
         )
         self._plans = AttentionPlans(
-            config, block_size, max_num_seqs, self._batch.max_tokens, model.dtype, device, is_cuda or decodes_planned
+            config,
+            block_size,
+            max_num_seqs,
+            self._batch.max_tokens,
+            model.dtype,
+            device,
+            is_cuda or decodes_planned,
+            cache_dtype,
         )
         self._sampler = DeviceSampler(self._batch, self.vocab_size, eos_token_ids, guides)
         self._copy_stream = torch.cuda.Stream(device) if is_cuda else None
         self._sizes = sizes
         self._graphs = Graphs(self._forward)
         if is_cuda:
+            self.warm()
             with torch.inference_mode():
                 for step_shape in sizes.shapes(max_num_seqs):
                     self._plans.send(())
                     self._batch.load((), step_shape)
                     self._graphs.capture(step_shape)
+
+    def warm(self) -> None:
+        """Every kernel once, over nothing: what there is to compile is compiled now, and not when the first request
+        needs it."""
+        with torch.inference_mode():
+            for decodes in (True, False):
+                shape = self._sizes.shape(1, 1, decodes, self._max_num_seqs)
+                self._plans.send(())
+                self._batch.load((), shape)
+                self._forward(shape)
+            self._sampler.warm()
+            nowhere, layers, heads = self._ids((-1,)), self.kv_shape.layers, self.kv_shape.kv_heads
+            if self.num_host_blocks:
+                copy_blocks(self._cache, self._host, nowhere, nowhere)
+                copy_blocks(self._host, self._cache, nowhere, nowhere)
+            null_block = gather_blocks(self._cache, self._ids((0,)), 0, layers, 0, heads)
+            scatter_blocks(null_block, self._cache, nowhere, 0, 0)
 
     def submit(self, step: Step) -> "_Done[StepResult]":
         try:
@@ -197,7 +228,7 @@ class CudaRunner:
             raise ValueError(f"{len(data)} bytes for {len(block_ids)} blocks that hold {wanted}")
         with torch.inference_mode():
             sent = to_device(np.frombuffer(bytearray(data), dtype=np.uint8), self._device)
-            packed = sent.view(self._model.dtype).view(shape)
+            packed = sent.view(self._cache.dtype).view(shape)
             scatter_blocks(packed, self._cache, self._ids(block_ids), layers.start, kv_heads.start)
             return _Done(_Mark(self._device).wait)
 

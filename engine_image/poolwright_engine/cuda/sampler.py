@@ -127,6 +127,18 @@ class DeviceSampler:
         self._prompt_bits = torch.zeros(batch.max_num_seqs, words, dtype=torch.int32, device=self._device)
         self._counts = torch.zeros(batch.max_num_seqs, vocab_size, dtype=torch.int32, device=self._device)
 
+    def warm(self) -> None:
+        """What `draw` launches beside the draw itself, of no sample."""
+        device = self._device
+        logits = torch.zeros(1, self._vocab_size, dtype=torch.float32, device=device)
+        nobody, first = (to_device(np.array((number,), dtype=np.int64), device) for number in (-1, 0))
+        rate = logits[0, :1].clone()
+        for is_prompt in (True, False):
+            remember_tokens(nobody, first, is_prompt, self._prompt_bits, self._counts)
+        penalize(logits, nobody, self._prompt_bits, self._counts, rate, rate, rate)
+        bias_logits(logits, nobody, first, rate)
+        mask_logits(logits, torch.full_like(self._prompt_bits[:1], -1))
+
     def seat(self, rows: Sequence[Row]) -> None:
         """Before a step of these rows is sampled: what slots remembered of other sequences is gone."""
         for row in rows:
