@@ -8,7 +8,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench bench-engine bench-tables gpu clean
+.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench bench-engine bench-tables bench-published bench-agreement bench-policy gpu clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -21,8 +21,8 @@ $(VENV)/.ready: locks/dev.txt locks/cuda.txt pyproject.toml scripts/venv.sh
 demo: venv ## Serve a real small model on this machine and watch machines move (ARGS="--compare", "--keep")
 	@$(BIN)/poolwright demo $(ARGS)
 
-test: venv ## Every test that needs no GPU and is not marked long (ARGS="-k name")
-	@$(BIN)/pytest -m "not long and not gpu" $(ARGS)
+test: venv ## Every test that needs no GPU and is not marked long, in two sessions at once (ARGS="-k name")
+	@$(BIN)/python scripts/suite.py $(ARGS)
 
 test-unit: venv ## Only tests that need neither model nor cluster
 	@$(BIN)/pytest -m "not long and not gpu and not cluster and not node and not model" tests/unit tests/property tests/contract $(ARGS)
@@ -69,6 +69,15 @@ bench-engine: venv ## The engine against vLLM, llama.cpp and OpenVINO on this CP
 
 bench-tables: venv ## What each batching strategy does to latency: four tables, 12 minutes, into docs/explanation
 	@PYTHONPATH=bench $(BIN)/python bench/engine_tables.py --page $(ARGS)
+
+bench-published: venv ## Figures of papers beside ours, simulated on published step times: 5 minutes, into docs/reference
+	@PYTHONPATH=. $(BIN)/python -m bench.published --page $(ARGS)
+
+bench-agreement: venv ## The simulator beside real processes: 12 minutes (ARGS="--resume --page"); into build/bench
+	@PYTHONPATH=. $(BIN)/python -m bench.policy_agreement $(ARGS)
+
+bench-policy: venv ## The policy beside the published ones, in 24 simulated cells: 30 minutes (ARGS="--quick", "--list")
+	@PYTHONPATH=. $(BIN)/python -m bench.policy --page $(ARGS)
 
 gpu: ## Prove and measure what needs an NVIDIA GPU, without network (ARGS="--only attention"); into build/gpu
 	@$(GPU_PYTHON) bench/gpu/__main__.py $(ARGS)

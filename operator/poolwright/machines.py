@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from poolwright.core.machine import Machine, MachinePatch
+from poolwright.core.router_note import RouterNote
 
 
 class Conflict(Exception):
@@ -31,4 +32,8 @@ class Machines(Protocol):
 
     async def patch(self, patch: MachinePatch) -> Machine:
         """Test uid and epoch, then write, in one step. Raises Conflict or Unavailable."""
+        ...
+
+    async def annotate(self, machine: Machine, note: RouterNote | None) -> None:
+        """Test the uid, then write the note and nothing else; None removes it. Raises Conflict or Unavailable."""
         ...

@@ -24,7 +24,7 @@ import zlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self, get_args, get_origin
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 PREFIX_BYTES = 40
 MAX_HEADER_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -65,6 +65,9 @@ class PrefillRequest(Message):
     shape: tuple[int, ...]
     block_size: int
     model_fingerprint: str
+    priority: int = 0
+    relegated: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

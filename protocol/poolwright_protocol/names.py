@@ -13,6 +13,7 @@ LABEL_COMPONENT = f"{GROUP}/component"  # engine | router
 ANNOTATION_ROLE_EPOCH = f"{GROUP}/role-epoch"
 ANNOTATION_ROLE_SINCE = f"{GROUP}/role-since"
 ANNOTATION_MOVE = f"{GROUP}/move"
+ANNOTATION_ROUTING = f"{GROUP}/routing"  # what routers are told of a machine beside its role
 
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
@@ -37,6 +38,7 @@ ENV_ROOT_SECRET = "POOLWRIGHT_ROOT_SECRET"
 # Router → engine. A router drops these from what a client sends.
 HEADER_PREFIX = "x-poolwright-"
 HEADER_MACHINE_UID = "x-poolwright-machine-uid"  # 421 where it is not the engine's own
+HEADER_RELEGATED = "x-poolwright-relegated"  # its first token would be late in any case, so it is served after others
 HEADER_PROMPT_MACHINE = "x-poolwright-prompt-machine"  # see tickets.PromptMachine
 
 # Metric label names (never the scraper's).

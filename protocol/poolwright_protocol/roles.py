@@ -4,9 +4,11 @@ A role is a preference of the router, never a permission of the engine. The wire
 `prompt|token|mixed`; the custom resource writes `Prompt|Token|Mixed`.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from poolwright_protocol.machine_profile import MachineProfile
 
 
 class Role(StrEnum):
@@ -65,7 +67,9 @@ class RoleState:
 
     `steps_since_switch` counts step boundaries passed since the last accepted role change; a move is verified once it
     is at least 1. `foreign_requests` are those begun under an earlier role and still running. `drained_seconds` is how
-    long the last foreign request took to leave after the switch; None while some still run.
+    long the last foreign request took to leave after the switch; None while some still run. `step_profile`: what its
+    machine's work takes; None where the engine does not say, as older ones do not, or says what cannot be, and then
+    `step_profile_problem` says what; that is the reader's, and never sent.
     """
 
     pod_uid: str
@@ -76,17 +80,34 @@ class RoleState:
     foreign_requests: int = 0
     drained_seconds: float | None = None
     max_prefill_tokens_per_step: int | None = None
+    step_profile: MachineProfile | None = None
+    step_profile_problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        raw = asdict(self)
-        return {_camel(k): (v.value if isinstance(v, Role) else v) for k, v in raw.items()}
+        body = {_camel(name): getattr(self, name) for name in _PLAIN_FIELDS}
+        body["role"] = self.role.value
+        if self.step_profile is not None:
+            body["stepProfile"] = self.step_profile.to_json()
+        return body
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> "RoleState":
-        """Unknown keys are ignored, so a newer engine may say more."""
-        fields = {k: body[_camel(k)] for k in cls.__dataclass_fields__ if _camel(k) in body}
+        """Unknown keys are ignored, so a newer engine may say more. A profile that cannot be takes nothing from the
+        rest: a move goes by the role."""
+        fields = {name: body[_camel(name)] for name in _PLAIN_FIELDS if _camel(name) in body}
         fields["role"] = Role(fields["role"])
-        return cls(**fields)
+        profile, problem = None, ""
+        if body.get("stepProfile") is not None:
+            try:
+                profile = MachineProfile.from_json(body["stepProfile"])
+            except ValueError as error:
+                problem = f"stepProfile: {error}"
+        return cls(**fields, step_profile=profile, step_profile_problem=problem)
+
+
+_PLAIN_FIELDS = tuple(
+    name for name in RoleState.__dataclass_fields__ if name not in ("step_profile", "step_profile_problem")
+)
 
 
 def _camel(name: str) -> str:

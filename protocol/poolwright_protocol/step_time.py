@@ -18,6 +18,11 @@ class StepCost:
     def seconds(self, tokens: float, kv_tokens: float) -> float:
         return self.fixed_seconds + tokens * self.token_seconds + kv_tokens * self.kv_token_seconds
 
+    @property
+    def overhead_tokens(self) -> float | None:
+        """What a step costs besides its tokens, in tokens; None where those cost nothing."""
+        return self.fixed_seconds / self.token_seconds if self.token_seconds > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:

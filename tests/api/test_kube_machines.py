@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from poolwright.core.machine import Machine, begin, finish
+from poolwright.core.router_note import RouterNote
 from poolwright.kube import ApiError, CordonedNodes, KubeClient, KubeMachines
 from poolwright.kube.resources import NODES, PODS
 from poolwright.machines import Conflict, Unavailable
+from poolwright_protocol.machine_profile import MachineProfile
+from poolwright_protocol.names import ANNOTATION_ROUTING as ROUTING
 from poolwright_protocol.roles import Role
+from poolwright_protocol.step_time import StepCost
 from support.faulty_proxy import FaultyProxy, faulty_proxy
 from support.pods import engine_pod, make_pod, pod_metadata, run_pod, write_status
 from testbed.bed import Bed
@@ -100,6 +104,28 @@ async def test_a_move_lives_on_the_pod_and_is_read_back_whole(client: KubeClient
     meta = await pod_metadata(client, namespace, "m")
     assert meta["labels"]["poolwright.dev/role"] == "prompt"
     assert meta["annotations"]["poolwright.dev/role-epoch"] == "1"
+
+
+async def test_a_note_for_routers_lives_on_the_pod_beside_its_role(client: KubeClient, namespace: str) -> None:
+    await make_pod(client, namespace, engine_pod("m"))
+    machines = KubeMachines(client, namespace, "chat")
+    before = await only(machines)
+    profile = MachineProfile(StepCost(0.02, 1e-4, 1e-8), StepCost(0.03, 2e-4, 2e-8), 2048, 256, 64, 90_000)
+    note = RouterNote(profile, 1.0, 0.06, 90.0, 512)
+    async with aclosing(KubeMachines(client, namespace, "chat").watch()) as watch:
+        assert (await next_set(watch))[0].note is None
+        await machines.annotate(before, note)
+        assert (await next_set(watch))[0].note == note  # as a router sees it
+    moving = await machines.patch(begin(await only(machines), Role.PROMPT, 1, 30, ""))
+    assert moving.note == note
+    meta = await pod_metadata(client, namespace, "m")
+    await client.delete(PODS, namespace, "m")
+    with pytest.raises(Conflict):
+        await machines.annotate(moving, note)
+    await make_pod(client, namespace, engine_pod("m", annotations={**meta["annotations"], ROUTING: "{}"}))
+    with pytest.raises(Conflict):
+        await machines.annotate(moving, note)  # another pod of that name
+    assert (await only(machines)).note is None
 
 
 async def test_of_two_writers_who_read_the_same_epoch_one_wins(client: KubeClient, namespace: str) -> None:

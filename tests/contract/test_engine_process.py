@@ -154,11 +154,16 @@ def test_a_model_of_the_hub_is_fetched_while_the_port_answers(model: Path, tmp_p
         command = [sys.executable, "-m", "poolwright_engine"]
         known = {**os.environ, **environment}
         checked = subprocess.run(
-            [*command, "check", "org/tiny", *SMALL], env=known, capture_output=True, text=True, timeout=100
+            [*command, "check", "org/tiny", *SMALL, "--port", "0", "--api-key", "x"],
+            env=known,
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
         assert checked.returncode == 0, checked.stderr
         assert "LlamaForCausalLM" in checked.stdout
         assert "served as               org/tiny" in checked.stdout
+        assert "API keys                1, of which clients" in checked.stdout
         refused = subprocess.run(
             [*command, "serve", "org/none", "--port", "0", "--log-level", "error"],
             env=known,

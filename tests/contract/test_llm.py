@@ -74,8 +74,10 @@ def test_several_choices_and_their_log_probabilities(llm: LLM) -> None:
 
 
 def test_an_answer_may_go_on_to_the_end_of_the_context(llm: LLM) -> None:
-    (answer,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    (answer,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=None, min_tokens=20, ignore_eos=True))
     assert len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids) == 512
+    with pytest.raises(ValueError, match="min_tokens must be less than or equal to max_tokens=16"):
+        SamplingParams(min_tokens=20)
 
 
 def test_stops_and_structure_are_those_of_the_server(llm: LLM) -> None:

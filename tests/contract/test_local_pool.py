@@ -104,6 +104,16 @@ async def test_pool_serves_survives_a_crash_and_rolls_an_edit_one_machine_at_a_t
             await until("every machine was replaced", rolled, 120)
             assert fewest >= 2
             assert (await client.one(Shape(8, 5))).error is None
+
+            assert all(m.note is None for m in await pool.machines.list())
+            pool.edit(lambda spec: spec["rebalance"].update(basis="Work"))
+
+            async def priced() -> bool:
+                return all(m.note is not None for m in await pool.machines.list())
+
+            await until("routers are told what work costs, by engines that measured it", priced)
+            assert (await client.one(Shape(8, 5))).error is None
+            assert "Prices of work are known" in (tmp_path / "router.log").read_text()
         finally:
             await client.close()
 

@@ -109,6 +109,7 @@ async def test_split_text_of_a_tiny_model_is_the_text_of_one_engine_alone(tmp_pa
 
 
 @pytest.mark.model
+@pytest.mark.long  # the tiny model says the same above; the real one is split by a router in tests/e2e
 @pytest.mark.timeout(600)
 async def test_split_text_of_a_real_model_is_the_text_of_one_engine_alone(smollm2_path: Path, tmp_path: Path) -> None:
     async with running_pool(smollm2_path, tmp_path) as pool:

@@ -27,7 +27,7 @@ from poolwright_engine.scheduling.scheduler import Batch, Scheduler
 from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode
 from poolwright_protocol.kv import blocks_for
 from support.api_server import new_service
-from support.covering import Case, all_cases, pairs_of, pairwise
+from support.covering import Case, all_cases, each_value, pairs_of, pairwise, values_of
 from support.parity import Expected, ask_transformers, assert_greedy, assert_same_tokens, transformers_of_gguf
 from support.tiny_models import write_tiny_model
 
@@ -226,9 +226,10 @@ TINY_PROMPTS = [
 ]
 TINY_TOKENS = 10
 PAIRWISE = pairwise(DIMENSIONS, allowed)
-# The real model takes these: prompts cut within a block, at its end, and not at all; two answers to each are already
-# more than there are seats. The others are marked long.
-FEWER = pairwise(DIMENSIONS | {"chunk": [7, 16, ALL], "n": [1, 2]}, allowed)
+# The real model takes each of these values once: prompts cut within a block, at its end, and not at all; two answers to
+# each are already more than there are seats. Every pair of all values is marked long.
+REAL_DIMENSIONS = DIMENSIONS | {"chunk": [7, 16, ALL], "n": [1, 2]}
+ONCE = each_value(REAL_DIMENSIONS, allowed)
 
 Tiny = Callable[[str], tuple[LoadedModel, list[Expected]]]
 
@@ -252,6 +253,10 @@ def test_the_pairwise_cases_cover_every_allowed_pair() -> None:
     covered = set().union(*(pairs_of(case) for case in PAIRWISE))
     assert covered == set().union(*(pairs_of(case) for case in all_cases(DIMENSIONS, allowed)))
     assert len(PAIRWISE) < 40
+
+
+def test_the_cases_of_the_real_model_have_every_value() -> None:
+    assert set().union(*map(values_of, ONCE)) == set().union(*map(values_of, all_cases(REAL_DIMENSIONS, allowed)))
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
@@ -314,7 +319,7 @@ def short_answers(smollm2: LoadedModel, smollm2_path: Path) -> list[Expected]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "case",
-    [*FEWER, *(pytest.param(case, marks=pytest.mark.long) for case in PAIRWISE if case not in FEWER)],
+    [*ONCE, *(pytest.param(case, marks=pytest.mark.long) for case in PAIRWISE if case not in ONCE)],
     ids=name_of,
 )
 async def test_the_real_model_gives_transformers_tokens(

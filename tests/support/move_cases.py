@@ -12,6 +12,7 @@ import pytest
 from poolwright.controller.admin_client import HttpEngineAdmin
 from poolwright.controller.mover import Mover, Progress, Result
 from poolwright.core.machine import Machine, MachinePatch
+from poolwright.core.router_note import RouterNote
 from poolwright.machines import Machines
 from poolwright_protocol.roles import Role, RolePut, RoleState
 from support.machines_bed import MachinesBed
@@ -62,6 +63,9 @@ class Interrupted:
     async def patch(self, patch: MachinePatch) -> Machine:
         async with self._action("patch"):
             return await self.machines.patch(patch)
+
+    async def annotate(self, machine: Machine, note: RouterNote | None) -> None:
+        await self.machines.annotate(machine, note)
 
     async def put_role(self, machine: Machine, put: RolePut) -> RoleState:
         async with self._action("put"):

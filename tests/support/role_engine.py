@@ -12,6 +12,7 @@ import uvicorn
 from poolwright_engine.api.admin import create_admin_app
 from poolwright_engine.loop.engine import RoleRefused
 from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
+from poolwright_protocol.machine_profile import MachineProfile
 from poolwright_protocol.roles import Role, RolePut, RoleState
 from support.scripted_runner import EOS, ScriptedRunner
 
@@ -28,6 +29,7 @@ class RoleKeeper:
         self._epoch = epoch
         self._steps = 1
         self._bound: int | None = None
+        self.profile: MachineProfile | None = None  # what it says of its machine, as an older engine does not
 
     async def put_role(self, put: RolePut) -> RoleState:
         if put.pod_uid != self.pod_uid:
@@ -50,6 +52,7 @@ class RoleKeeper:
             self._steps,
             drained_seconds=0.0,
             max_prefill_tokens_per_step=self._bound,
+            step_profile=self.profile,
         )
 
     def end_step(self) -> None:

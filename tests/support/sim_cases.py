@@ -8,7 +8,7 @@ from poolwright.sim.outcome import RunOutcome
 from poolwright.sim.policy import ClusterView, EngineRules, Placement, Policy, RoleChange
 from poolwright.sim.request import Arrival, Request, Trace
 from poolwright.sim.simulation import Conditions, Loss, simulate
-from poolwright_engine.scheduling.scheduler_config import Batching
+from poolwright_engine.scheduling.scheduler_config import Batching, TbtDeadlines
 from poolwright_protocol.roles import Role
 from support.linear_step_time import machine_model
 from support.sim_policies import ShortestQueue, setting, static_policy
@@ -92,6 +92,8 @@ def case_of(seed: int) -> Case:
             batching=batching,
             token_budget=chance.choice((None, 64, 256, 2048)),
             tbt_target_seconds=chance.choice((None, 0.03)),
+            tbt_deadlines=chance.choice(tuple(TbtDeadlines)),
+            quick_first_tokens=chance.random() < 0.5,
             most_tokens=1024,
             max_sequences=sequences,
             block_tokens=block,

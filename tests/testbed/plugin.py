@@ -1,10 +1,12 @@
 """What pytest does for tests on the bed: prepares it outside of any test's time limit; in CI lets none be skipped.
 
-Owns these hooks and the order of tests. Loaded by tests/conftest.py.
+Owns these hooks and the order of tests; and that those with a node, which measure, begin when no other session of the
+suite runs. Loaded by tests/conftest.py.
 """
 
 import os
 import subprocess
+import time
 from collections.abc import Generator
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from testbed import prepare, progress
 
 BED_MARKERS = ("cluster", "node", "prometheus")
+AFTER = "POOLWRIGHT_TEST_ALONE_AFTER"  # the other session's process id, from scripts/suite.py
 
 
 def _needs_bed(item: pytest.Item) -> bool:
@@ -43,7 +46,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Waits for what the test's fixtures need before the test's clock starts."""
+    """Waits for what the test's fixtures need, and for quiet where it needs that, before the test's clock starts."""
+    if item.get_closest_marker("node") and AFTER in os.environ:
+        _wait_for_end(int(os.environ.pop(AFTER)))
     wanted = prepare.wanted_by(set(getattr(item, "fixturenames", ())))
     if wanted:
         capture = item.config.pluginmanager.getplugin("capturemanager")
@@ -57,6 +62,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         progress.send_to(show)
         prepare.ensure(wanted)  # what cannot be had is said again by the fixture, as the test's own failure or skip
     return (yield)
+
+
+def _wait_for_end(process_id: int) -> None:
+    """Of the other session, which its parent reaps as soon as it has ended."""
+    while True:
+        try:
+            os.kill(process_id, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.5)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -114,6 +114,35 @@ def test_up_to_a_twentieth_is_relegated_and_the_rest_refused() -> None:
     assert verdicts.count(Verdict.ADMIT) == 0
 
 
+def test_where_nothing_may_be_refused_the_late_go_behind_all_others_and_nobody_else() -> None:
+    site = Site()
+    site.queue(2000, 20)
+    request = RoutingRequest(1000, output_tokens=100)
+
+    def judged(request: RoutingRequest) -> Admission:
+        return admit(request, [P1, T1], site.ledger.loads(NOW), NOW, TARGETS, FULL_TALLY, may_refuse=False)[0]
+
+    late = judged(request)
+    assert (late.verdict, late.reason, late.retry_after_seconds) == (
+        Verdict.RELEGATE,
+        AdmissionReason.TTFT_LATE,
+        None,
+    )
+    before = site.ledger.loads(NOW)
+    entry = site.ledger.begin(Choice(T1, P1, Route.SPLIT), 1000, NOW, relegated=True)
+    after = site.ledger.loads(NOW)
+    assert after["p"].free_at == before["p"].free_at  # nobody waits for it
+    assert after["t"].streams == before["t"].streams
+    assert site.ledger.work()["p"].prompt_tokens == 20 * 2000 + 1000  # but it is work
+    entry.first_token(NOW + 1)
+    assert site.ledger.loads(NOW)["t"].streams == before["t"].streams + 1
+    entry.close()
+    assert site.ledger.loads(NOW)["t"].streams == before["t"].streams
+    site = Site()
+    site.decode(500)
+    assert judged(request).verdict is Verdict.ADMIT  # to go behind others would not make its steps shorter
+
+
 def test_the_tally_forgets() -> None:
     tally = Tally(1000, 50)
     assert not tally.allows_one_more()

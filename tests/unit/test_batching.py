@@ -1,5 +1,7 @@
 """Each strategy forms steps as its system does; none changes a token."""
 
+from dataclasses import replace
+
 import pytest
 
 from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, SchedulerConfig, SchedulingPolicy
@@ -69,6 +71,36 @@ def test_orca_mixes_whole_prompts_with_decodes() -> None:
     bed.turn(depth=1)
     bed.turn(depth=1)
     assert lengths(bed) == [[1, 1, 40], [1, 1, 1, 30, 10]]
+
+
+def test_prompts_that_wait_together_share_quick_steps_and_a_lone_one_has_the_budget() -> None:
+    for quick, first in ((False, [128] * 8), (True, [128, 128])):
+        bed = SchedulerBed(
+            num_blocks=400, block_size=16, max_model_len=2048, max_num_batched_tokens=2048, quick_first_tokens=quick
+        )
+        bed.it.prompt_overhead_tokens = 50.0  # sqrt(50 · 1024) is 226: four tiles
+        for number in range(8):
+            bed.add(request(prompt(10 * number, 128), 2, arrival=number))
+        bed.turn(depth=1)
+        assert lengths(bed) == [first]
+    bed = SchedulerBed(num_blocks=400, max_model_len=2048, max_num_batched_tokens=2048, quick_first_tokens=True)
+    bed.it.prompt_overhead_tokens = 50.0
+    bed.add(request(prompt(1, 1500), 2))
+    bed.turn(depth=1)
+    assert lengths(bed) == [[1500]]
+
+
+@pytest.mark.parametrize("batching", [b for b in Batching if b is not Batching.STATIC])
+def test_who_is_relegated_goes_behind_all_others_and_is_served(batching: Batching) -> None:
+    bed = SchedulerBed(num_blocks=400, batching=batching, max_model_len=64, max_num_batched_tokens=64)
+    late = bed.add(replace(request(prompt(1, 8), 2), relegated=True))
+    others = [bed.add(request(prompt(number, 48), 2, arrival=number)) for number in range(2, 5)]
+    while any(other.is_prefilling for other in others):
+        assert late.state is SequenceState.WAITING or not bed.it.waiting
+        bed.turn(depth=1)
+    while late.state is not SequenceState.FINISHED:
+        bed.turn(depth=1)
+    assert len(late.output_ids) == 2
 
 
 def test_sarathi_without_chunks_is_orca() -> None:

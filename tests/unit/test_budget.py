@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork
-from poolwright_engine.scheduling.scheduler_config import SchedulerConfig, TokenBudget
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, tokens_of_least_wait
+from poolwright_engine.scheduling.scheduler_config import SchedulerConfig, TbtDeadlines, TokenBudget
 from poolwright_protocol.flops import visible_keys
 from poolwright_protocol.step_time import StepCost, StepProfile
 from support.scheduler_bed import SchedulerBed, request
@@ -81,7 +81,9 @@ def test_a_target_is_needed() -> None:
         SchedulerConfig(max_model_len=10, token_budget=TokenBudget.AUTO)
 
 
-def chunks(target: float, idle: float, with_decode: bool = True) -> list[int]:
+def chunks(
+    target: float, idle: float, with_decode: bool = True, deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
+) -> list[int]:
     """Prompt tokens of each step while one request decodes at a context of a few tokens. `idle`: seconds that its
     tokens came early, all together."""
     bed = SchedulerBed(
@@ -91,6 +93,7 @@ def chunks(target: float, idle: float, with_decode: bool = True) -> list[int]:
         max_num_batched_tokens=2048,
         token_budget=TokenBudget.AUTO,
         tbt_target_seconds=target,
+        tbt_deadlines=deadlines,
         step_profile=PROFILE,
     )
     now, number, sizes = 0.0, 0, []
@@ -136,6 +139,44 @@ def test_chunks_fit_the_target_and_slack_earned_early_is_spent_on_larger_ones() 
     assert max(early) > 1000
     assert len(early) < len(tight)
     assert all(-(size + 1) % 64 < 16 for size in tight[:-1])  # a step is a multiple of the tile; chunks end on blocks
+
+
+def test_where_each_gap_counts_no_slack_is_saved_up() -> None:
+    sizes = chunks(0.060, idle=0.3, deadlines=TbtDeadlines.EACH)
+    assert all(seconds(StepWork(size + 1, 8000, True)) <= 0.060 for size in sizes)
+    assert min(sizes[:-1]) >= 320
+
+
+def test_the_margin_becomes_what_steps_take_beyond_the_prediction() -> None:
+    def tokens(predictor: StepPredictor) -> int:
+        return predictor.budget(0.060, decodes=8, kv_tokens=20_000, tile_tokens=1, most_tokens=2048)
+
+    work, steady, uneven = StepWork(300, 20_000, True), StepPredictor(PROFILE), StepPredictor(PROFILE)
+    first = tokens(steady)
+    for step in range(400):
+        steady.observe(work, seconds(work))
+        uneven.observe(work, seconds(work) * (1.4 if step % 20 == 19 else 1.0))
+    assert tokens(uneven) < first < tokens(steady)
+    assert 1.02 * seconds(StepWork(tokens(steady), 20_000 + tokens(steady), True)) <= 0.060 * 1.001
+
+
+@pytest.mark.parametrize(("overhead", "waiting"), [(50.0, 1024), (200.0, 1024), (200.0, 20_000), (5.0, 300)])
+def test_steps_of_least_wait_are_what_trying_all_sizes_finds(overhead: float, waiting: int) -> None:
+    def mean_wait(size: int) -> float:
+        """Of the tokens, each waits for the end of its step."""
+        ends, left, now = 0.0, waiting, 0.0
+        while left:
+            part = min(size, left)
+            now, left = now + overhead + part, left - part
+            ends += part * now
+        return ends / waiting
+
+    found = mean_wait(tokens_of_least_wait(overhead, waiting, 16))
+    assert found <= 1.05 * min(mean_wait(size) for size in range(16, waiting + 16, 16))
+
+
+def test_without_overhead_a_step_is_a_tile() -> None:
+    assert tokens_of_least_wait(0.0, 1000, 64) == 64
 
 
 def test_without_decodes_the_budget_is_all_there_is() -> None:

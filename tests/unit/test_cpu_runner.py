@@ -100,15 +100,16 @@ def test_submit_returns_before_the_step_is_done(loaded: LoadedModel) -> None:
 
 
 def test_a_capped_runner_rests_for_its_share(loaded: LoadedModel) -> None:
-    full, capped = make_runner(loaded), make_runner(loaded, duty_percent=10)
+    """Of what it computed, not of what it waited for a core: so this holds on a busy machine too."""
+    runner = make_runner(loaded, duty_percent=10)
     row = prompt_row(0, tuple(range(1, 31)), tuple(i % 256 for i in range(120)))
     try:
-        fast = min(full.submit(Step(i, (row,))).result().busy_seconds for i in range(5))
-        slow = min(capped.submit(Step(i, (row,))).result().busy_seconds for i in range(5))
+        began = time.process_time()
+        busy = sum(runner.submit(Step(i, (row,))).result().busy_seconds for i in range(5))
+        computed = time.process_time() - began
     finally:
-        full.close()
-        capped.close()
-    assert slow > 5 * fast
+        runner.close()
+    assert busy > 5 * computed
 
 
 def test_a_row_that_does_not_sample_gives_no_token(runner: CpuRunner) -> None:

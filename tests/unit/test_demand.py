@@ -74,12 +74,21 @@ def test_a_mixed_machine_gives_its_time_where_it_is_short() -> None:
 
 
 def test_the_bound_of_a_mixed_machine_shrinks_with_the_streams_beside() -> None:
-    busy = demand(CHAT)
-    bounds = [busy.bound(PRICES, M, share) for share in (1.0, 0.5, 0.0)]
+    busy = demand(replace(CHAT, requests_per_second=5.0))
+    bounds = [busy.bound(split, PRICES, M) for split in (counts(0, 6, 1), counts(3, 3, 1), counts(6, 0, 1))]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[0] > bounds[2] >= PRICES.tile_tokens
     step = PRICES.profile.mixed.seconds(bounds[0], bounds[0])
     assert step * STEP_MARGIN <= 0.06
+
+
+def test_the_bound_of_a_mixed_machine_keeps_up_with_the_prompts_that_come_to_it() -> None:
+    slow = replace(PRICES, profile=StepProfile(PRICES.profile.decode, StepCost(0.045, 1e-4, 0)))
+    busy = demand(replace(CODE, requests_per_second=8.0), prices=slow)
+    bound = busy.bound(counts(0, 0, 4), slow, M)
+    each = busy.offered.prompt_tokens_per_second / 4
+    assert bound / slow.profile.mixed.seconds(bound, bound) >= each > 0
+    assert bound > slow.chunk_within(0.06, 0, 0)
 
 
 def test_a_machine_that_cannot_keep_the_target_beside_a_chunk_is_not_counted_on_for_prompts() -> None:

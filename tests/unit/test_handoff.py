@@ -51,6 +51,25 @@ async def test_tokens_are_those_of_one_machine_and_the_prompt_is_computed_once()
         assert p.seen.failures == t.seen.failures == []
 
 
+async def test_what_ranks_a_request_and_what_keeps_its_cache_apart_hold_where_its_prompt_is_computed() -> None:
+    async with pair() as (p, t):
+        computed = []
+        for salt in ("mine", "yours", "mine"):
+            before = sum(row.length for step in p.runner.steps for row in step.rows)
+            asked = replace(request(range(1, 33), 2, p.ticket()), cache_salt=salt)
+            assert await tokens(t.engine, asked) == expected(asked)
+            await both_empty(p, t)
+            computed.append(sum(row.length for step in p.runner.steps for row in step.rows) - before)
+        assert computed[0] == computed[1] == 32 > computed[2]
+        entered: list[Request] = []
+        add = p.engine.scheduler.add
+        p.engine.scheduler.add = lambda sequence: (entered.append(sequence.request), add(sequence))[1]  # type: ignore[method-assign]
+        asked = replace(request(PROMPT, 2, p.ticket()), priority=3, relegated=True)
+        assert await tokens(t.engine, asked) == expected(asked)
+        assert [(r.priority, r.relegated) for r in entered] == [(3, True)]
+        await both_empty(p, t)
+
+
 async def test_a_long_prompt_is_pushed_chunk_by_chunk_and_layer_by_layer() -> None:
     async with pair({"handoff": {"piece_bytes": 64}}) as (p, t):
         async with relay(t.exchange.port if t.exchange else 0) as between:

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from poolwright.core.machine import Machine, begin, finish
+from poolwright.core.router_note import RouterNote
 from poolwright.local.machines import LocalMachines
 from poolwright.machines import Conflict
+from poolwright_protocol.machine_profile import MachineProfile
 from poolwright_protocol.roles import Role
+from poolwright_protocol.step_time import StepCost
 
 MACHINE = Machine(
     name="a",
@@ -58,6 +61,19 @@ async def test_only_one_of_two_equal_patches_wins(machines: LocalMachines) -> No
     await machines.patch(MOVED)
     with pytest.raises(Conflict):
         await machines.patch(MOVED)
+
+
+async def test_a_note_is_written_beside_the_role_and_only_on_the_machine_it_is_for(machines: LocalMachines) -> None:
+    note = RouterNote(MachineProfile(StepCost(0.02, 1e-4, 1e-8), StepCost(0.03, 2e-4, 2e-8), 2048, 256, 64))
+    moving = await machines.patch(MOVED)
+    await machines.annotate(MACHINE, note)  # as it was read before the move began
+    assert await machines.list() == (replace(moving, note=note),)
+    done = await machines.patch(finish(replace(moving, note=note), now=12.0))
+    assert done.note == note
+    for other in (replace(MACHINE, uid="uid-b"), replace(MACHINE, name="b")):
+        with pytest.raises(Conflict):
+            await machines.annotate(other, note)
+    assert await machines.list() == (done,)
 
 
 async def test_records_outlive_the_process(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from poolwright_engine.offline.profile import Point, Shape, fit, fitted, measure, predicted, shapes
+from poolwright_engine.offline.profile import Point, fit, fitted, measure, predicted, shapes
 from poolwright_engine.process.config import ConfigError
+from poolwright_engine.process.first_steps import Shape
 from poolwright_engine.process.step_profile import read_step_profile
 from poolwright_protocol.step_time import PROFILE_FORMAT, StepCost
 from support.scripted_runner import ScriptedRunner

@@ -16,12 +16,13 @@ from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.api.openai_api import ChatCompletionRequest, NamedTool
 from poolwright_engine.api.prompts import Prompt
 from poolwright_engine.api.responses import Json, Tokens
+from poolwright_engine.api.routed import Routed
 from poolwright_engine.scheduling.sequence import FinishReason
 from poolwright_engine.text.tool_calls import CallForm, CallPart, ToolCalls, form_of, takes_tools
 
 
 async def answer(
-    served: Served, asked: ChatCompletionRequest, model: str, metrics: EngineMetrics, prompt_machine: str | None
+    served: Served, asked: ChatCompletionRequest, model: str, metrics: EngineMetrics, routed: Routed
 ) -> Answer:
     """Raises ApiError."""
     form = _call_form(asked, served.tokenizer.chat_template)
@@ -32,7 +33,7 @@ async def answer(
     if asked.return_prompt_text:
         prompt = Prompt(prompt.token_ids, await served.prompts.text_of(prompt))
     ids = [prompt.token_ids]
-    choices = choices_of(asked, params, ids, served.engine, served.tokenizer, metrics, prompt_machine)
+    choices = choices_of(asked, params, ids, served.engine, served.tokenizer, metrics, routed)
     chat = _Chat(served, asked, responses.Head(*served.identity("chatcmpl", asked), model), prompt, choices, form)
     return Answer(chat.chunks, chat.body)
 

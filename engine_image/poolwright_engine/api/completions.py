@@ -14,17 +14,18 @@ from poolwright_engine.api.generation import Piece
 from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.api.openai_api import CompletionRequest
 from poolwright_engine.api.responses import CompletionLogprobs, Json, Tokens
+from poolwright_engine.api.routed import Routed
 
 
 async def answer(
-    served: Served, asked: CompletionRequest, model: str, metrics: EngineMetrics, prompt_machine: str | None
+    served: Served, asked: CompletionRequest, model: str, metrics: EngineMetrics, routed: Routed
 ) -> Answer:
     """Raises ApiError."""
     params = await served.params_of(asked)
     prompts = await served.prompts.of_completion(asked)
     ids = [prompt.token_ids for prompt in prompts]
     echoes = [await served.prompts.text_of(prompt) for prompt in prompts] if asked.echo else []
-    choices = choices_of(asked, params, ids, served.engine, served.tokenizer, metrics, prompt_machine)
+    choices = choices_of(asked, params, ids, served.engine, served.tokenizer, metrics, routed)
     completion = _Completion(served, asked, responses.Head(*served.identity("cmpl", asked), model), echoes, choices)
     return Answer(completion.chunks, completion.body)
 

@@ -14,6 +14,7 @@ from poolwright_engine.api.api_error import bad_parameter
 from poolwright_engine.api.generation import Piece, pieces
 from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.api.openai_api import GenerationRequest, fit_max_tokens
+from poolwright_engine.api.routed import UNROUTED, Routed
 from poolwright_engine.api.sampling_options import of_choice
 from poolwright_engine.loop.engine import Engine
 from poolwright_engine.scheduling.sequence import Request, SamplingParams, TokenLogprobs
@@ -42,7 +43,7 @@ def choices_of(
     engine: Engine,
     tokenizer: Tokenizer,
     metrics: EngineMetrics,
-    prompt_machine: str | None = None,
+    routed: Routed = UNROUTED,
 ) -> list[Choice]:
     """Everything that can be refused is refused here, before anything starts. Raises ApiError.
 
@@ -62,8 +63,9 @@ def choices_of(
                 f"{name}-{len(made)}",
                 prompt_ids,
                 of_choice(params, asked, order, max_tokens),
-                prompt_machine=prompt_machine,
+                prompt_machine=routed.prompt_machine,
                 priority=asked.priority,
+                relegated=routed.relegated,
                 cache_salt=asked.cache_salt or "",
                 siblings=f"{name}-{number}" if tries > 1 else None,
             )

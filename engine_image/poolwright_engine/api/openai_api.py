@@ -7,7 +7,7 @@ change the output and are not implemented are refused by name. Knows no engine, 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -154,6 +154,8 @@ class GenerationRequest(_Fields):
 
 
 class CompletionRequest(GenerationRequest):
+    default_max_tokens: ClassVar[int | None] = 16  # None: up to the context's end
+
     prompt: list[int] | list[list[int]] | str | list[str] | None = None
     max_tokens: int | None = 16
     logprobs: int | None = None

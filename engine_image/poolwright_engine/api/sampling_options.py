@@ -118,7 +118,7 @@ def _max_tokens(request: CompletionRequest | ChatCompletionRequest) -> int:
     if isinstance(request, CompletionRequest):
         if request.only_echo:
             return 1  # what is generated is not shown
-        asked = 16 if asked is None else asked
+        asked = request.default_max_tokens if asked is None else asked
     elif request.max_completion_tokens is not None:
         name, asked = "max_completion_tokens", request.max_completion_tokens
     if asked is not None and asked < 1:

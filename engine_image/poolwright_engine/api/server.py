@@ -34,6 +34,7 @@ from poolwright_engine.api.openai_api import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from poolwright_engine.api.routed import routed_by
 from poolwright_protocol import names
 
 __all__ = ["Served", "Service", "create_app"]
@@ -166,15 +167,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", **options)
     async def create_completion(body: CompletionRequest, http: HttpRequest) -> Response:
         served = service.accepting(body.model)
-        machine = http.headers.get(names.HEADER_PROMPT_MACHINE)
-        answer = await completions.answer(served, body, service.model_name, service.metrics, machine)
+        answer = await completions.answer(served, body, service.model_name, service.metrics, routed_by(http.headers))
         return await respond(http, bool(body.stream), answer, service.keep_alive_seconds)
 
     @app.post("/v1/chat/completions", **options)
     async def create_chat_completion(body: ChatCompletionRequest, http: HttpRequest) -> Response:
         served = service.accepting(body.model)
-        machine = http.headers.get(names.HEADER_PROMPT_MACHINE)
-        answer = await chat.answer(served, body, service.model_name, service.metrics, machine)
+        answer = await chat.answer(served, body, service.model_name, service.metrics, routed_by(http.headers))
         return await respond(http, bool(body.stream), answer, service.keep_alive_seconds)
 
 

@@ -1,14 +1,19 @@
 """`poolwright-engine check`: what `serve` would serve, found out as `serve` finds it out. Prints; decides nothing."""
 
+from collections.abc import Sequence
+
 from poolwright_engine.process import assembly, source
 from poolwright_engine.process.config import EngineConfig
+from poolwright_engine.process.ports import options_taken
 
 
 def check(config: EngineConfig) -> int:
-    """Raises ConfigError where `serve` would."""
+    """Raises ConfigError where `serve` would; but a port that is taken now is only said."""
+    taken = options_taken(config)
     parts = assembly.load(config)
     try:
-        print("\n".join(f"{name:<24}{value}" for name, value in report(config, parts).items()))
+        facts = report(config, parts) | of_server(config, taken)
+        print("\n".join(f"{name:<24}{value}" for name, value in facts.items()))
     finally:
         parts.runner.close()
     return 0
@@ -40,4 +45,18 @@ def report(config: EngineConfig, parts: assembly.Parts) -> dict[str, str]:
         "batching": f"{config.batching}, {config.scheduling_policy}",
         "chat template": "yes" if parts.tokenizer.chat_template else "none: /v1/chat/completions is refused",
         "fingerprint": parts.fingerprint,
+    }
+
+
+def of_server(config: EngineConfig, taken: Sequence[str] = ()) -> dict[str, str]:
+    api, admin, kv = (str(port or "any") for port in (config.port, config.admin_port, config.kv_port))
+    listens = f"{config.host}, port {api}, admin port {admin}, KV port {kv}"
+    keep_alive, keys = config.sse_keep_alive_seconds, len(config.api_keys)
+    return {
+        "listens on": listens + (f"; taken now: {', '.join(taken)}" if taken else ""),
+        "API keys": f"{keys}, of which clients of /v1 must bring one" if keys else "none: clients of /v1 need none",
+        "silent streams": f"a comment every {keep_alive:g} s" if keep_alive else "no comments",
+        "without progress": f"/ready is 503 after {config.stall_seconds:g} s, and the process ends after "
+        f"{config.stall_exit_seconds:g} s",
+        "at SIGTERM": f"running requests have {config.shutdown_timeout_seconds:g} s to finish",
     }

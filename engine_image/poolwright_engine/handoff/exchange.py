@@ -420,6 +420,9 @@ class KvExchange:
             shape=_shape(runner.kv_shape),
             block_size=runner.block_size,
             model_fingerprint=self.config.model_fingerprint,
+            priority=request.priority,
+            relegated=request.relegated,
+            cache_salt=request.cache_salt,
         )
 
     def _ask_memory(self, incoming: _Incoming) -> None:
@@ -597,7 +600,14 @@ class KvExchange:
         ours = (wire.PROTOCOL_VERSION, _shape(runner.kv_shape), runner.block_size, self.config.model_fingerprint)
         if theirs != ours:
             raise wire.HandoffError(f"machines differ in (version, KV shape, block size, model): {theirs}, {ours}")
-        request = Request(asked.request_id, asked.prompt_ids, _first_token_params(asked.sampling))
+        request = Request(
+            asked.request_id,
+            asked.prompt_ids,
+            _first_token_params(asked.sampling),
+            priority=asked.priority,
+            relegated=asked.relegated,
+            cache_salt=asked.cache_salt,
+        )
         job = _PeerPrompt(self, Sequence(request, for_peer=True), asked.attempt)
         self.engine.enter_peer(job)
         return job

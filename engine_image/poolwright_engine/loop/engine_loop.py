@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 from poolwright_engine.loop.engine import EngineStats, Heartbeat, Refused, RoleRefused
 from poolwright_engine.loop.observer import Observer
 from poolwright_engine.scheduling.blocks import BlockPool
+from poolwright_engine.scheduling.budget import StepWork
 from poolwright_engine.scheduling.runner import Handle, ModelRunner, Step, StepResult
 from poolwright_engine.scheduling.scheduler import Decision, Scheduler
 from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
@@ -38,6 +39,8 @@ from poolwright_engine.scheduling.sequence import (
     TokenLogprobs,
     TokenOutput,
 )
+from poolwright_engine.scheduling.step_times import StepTimes
+from poolwright_protocol.machine_profile import MachineProfile
 from poolwright_protocol.roles import Role, RolePut, RoleState
 
 T = TypeVar("T")
@@ -45,6 +48,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1
 _CHECK_SECONDS = 5.0  # at least so long between two looks at the books
+_FIT_SECONDS = 5.0  # at least so long between two fits of what steps take
 _ABORTED = TokenOutput(finish_reason=FinishReason.ABORT, error="the engine is shutting down")
 
 
@@ -148,7 +152,9 @@ class EngineLoop:
         identity: Identity,
         eos_token_ids: frozenset[int],
         observer: Observer | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
+        """`step_times`: what is known of them at the start."""
         self.max_model_len = config.max_model_len
         self.runner = runner
         self.scheduler = Scheduler(
@@ -200,6 +206,9 @@ class EngineLoop:
         self._switched_seconds = 0.0
         self._foreign: set[Sequence] = set()
         self._drained_seconds: float | None = None
+        self._step_times = step_times or StepTimes()
+        self._fitted_seconds = time.monotonic()
+        self._profile = self._fit_profile()
 
         # Written by the loop's thread as whole values, read by any.
         self._snapshot = _Snapshot(0, 0, self.scheduler.blocks.num_free, 0)
@@ -604,7 +613,32 @@ class EngineLoop:
             self._outbox.append((tenant, output))
             if sequence.state is SequenceState.FINISHED:
                 self._forget(sequence)
-        self.observer.step(flight.step.num_tokens, flight.num_prefill_tokens, result.busy_seconds)
+        num_tokens, num_prefill = flight.step.num_tokens, flight.num_prefill_tokens
+        self.observer.step(num_tokens, num_prefill, result.busy_seconds)
+        kv_tokens = sum(row.start + row.length for row in flight.step.rows)
+        self._step_times.observe(StepWork(num_tokens, kv_tokens, num_prefill > 0), result.busy_seconds)
+        now = time.monotonic()
+        if now >= self._fitted_seconds + _FIT_SECONDS:
+            self._fitted_seconds = now
+            self._profile = self._fit_profile()
+
+    def _fit_profile(self) -> MachineProfile | None:
+        """None while neither kind of step is known: then there is nothing to say of this machine's work."""
+        decode, mixed = self._step_times.decode, self._step_times.mixed
+        if mixed is not None:
+            self.scheduler.prompt_overhead_tokens = mixed.overhead_tokens
+        if decode is None and mixed is None:
+            return None
+        blocks = self.scheduler.blocks
+        return MachineProfile(
+            decode=decode,
+            mixed=mixed,
+            max_tokens_per_step=self._config.max_num_batched_tokens,
+            max_sequences=self._config.max_num_seqs,
+            tile_tokens=self._config.tile_tokens,
+            kv_capacity_tokens=blocks.total * blocks.block_size,
+            kv_bytes_per_token=self.runner.kv_shape.bytes_per_token,
+        )
 
     def _settle_writes(self) -> None:
         """Those behind no step still in flight have ended; a failure among them is the device's."""
@@ -698,6 +732,7 @@ class EngineLoop:
             foreign_requests=len(self._foreign),
             drained_seconds=self._drained_seconds,
             max_prefill_tokens_per_step=self._prefill_bound,
+            step_profile=self._profile,
         )
 
 

@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -44,8 +44,8 @@ _ANY_VOCABULARY = 2**31  # whether an id is of the model's own is seen when it i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """As the fields of a request to /v1/completions, and checked as those are, at once: raises ValueError for what no
-    model could be asked. `max_tokens` None: up to the context's
-    end. `structured_outputs`: {"json": …}, {"regex": …}, {"choice": […]} or {"grammar": …}."""
+    model could be asked. `max_tokens` None: up to the context's end, as in vLLM. `structured_outputs`: {"json": …},
+    {"regex": …}, {"choice": […]} or {"grammar": …}."""
 
     n: int = 1
     best_of: int | None = None
@@ -112,16 +112,14 @@ class RequestOutput:
     finished: bool = True
 
 
+class _OfflineRequest(CompletionRequest):
+    default_max_tokens: ClassVar[int | None] = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     prompt: Prompt
     request: CompletionRequest
-    any_length: bool
-
-    def params(self, vocab_size: int) -> sequence.SamplingParams:
-        """Raises ApiError."""
-        params = sampling_params(self.request, vocab_size)
-        return replace(params, max_tokens=0) if self.any_length else params
 
 
 @dataclass(slots=True)
@@ -168,7 +166,7 @@ class LLM:
             asked = []
             for prompt, one in zip(each, params, strict=True):
                 request = _request(prompt, one)
-                asked.append(_Asked((await self._prompts.of_completion(request))[0], request, one.max_tokens is None))
+                asked.append(_Asked((await self._prompts.of_completion(request))[0], request))
             return asked
 
         return self._answer(ask, progress)
@@ -193,7 +191,7 @@ class LLM:
                 check_supported(shown)
                 prompt = await self._prompts.of_chat(shown, shown)
                 request = _request(list(prompt.token_ids), one)
-                asked.append(_Asked(prompt, request, one.max_tokens is None))
+                asked.append(_Asked(prompt, request))
             return asked
 
         return self._answer(ask, progress)
@@ -228,7 +226,7 @@ class LLM:
         prepared = [
             choices_of(
                 each.request,
-                each.params(running.parts.vocab_size),
+                sampling_params(each.request, running.parts.vocab_size),
                 [each.prompt.token_ids],
                 running.engine,
                 running.parts.tokenizer,
@@ -274,7 +272,7 @@ def _request(prompt: str | list[int], params: SamplingParams) -> CompletionReque
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
     if params.logit_bias is not None:
         fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-    request = _checked(CompletionRequest, {**fields, "prompt": prompt})
+    request = _checked(_OfflineRequest, {**fields, "prompt": prompt})
     check_supported(request)
     return request
 

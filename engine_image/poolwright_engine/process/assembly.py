@@ -39,14 +39,18 @@ from poolwright_engine.process.config import (
     Device,
     EngineConfig,
     Plan,
+    Usage,
     dtype_on,
     plan,
 )
+from poolwright_engine.process.first_steps import Shape, measure_first
+from poolwright_engine.process.passing import in_passing
 from poolwright_engine.process.progress import download_bar
 from poolwright_engine.process.step_profile import read_step_profile
 from poolwright_engine.sampling.guide import Guides
 from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
 from poolwright_engine.scheduling.sequence import SamplingParams
+from poolwright_engine.scheduling.step_times import StepTimes
 from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
 from poolwright_kernels.jit import available as triton_is_there
 from poolwright_protocol.kv import KVShape, blocks_for
@@ -75,6 +79,7 @@ class Parts:
     dtype: str
     step_profile: StepProfile | None
     prompt_token_seconds: float | None = None  # measured where the plan paces steps
+    first_steps: tuple[tuple[Shape, float], ...] = ()  # seconds of each; none where a profile was given
 
     @property
     def max_model_len(self) -> int:
@@ -83,6 +88,10 @@ class Parts:
 
 def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts:
     """Raises ConfigError: a model that cannot be served with these options, in one line."""
+    return in_passing(_load, config, fetching)
+
+
+def _load(config: EngineConfig, fetching: source.Progress | None) -> Parts:
     device = device_of(config)
     dtype_on(config, device, stored="float32")  # what cannot be is refused before anything is fetched
     step_profile = _step_profile(config)
@@ -102,6 +111,9 @@ def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts
         log.warning(warning)
     _first_token(runner)
     token_seconds = None if planned.max_step_seconds is None else _prompt_token_seconds(runner, planned)
+    first_steps: tuple[tuple[Shape, float], ...] = ()
+    if step_profile is None and config.usage is Usage.SERVER:  # offline, nobody asks
+        first_steps = measure_first(runner, planned.max_num_batched_tokens, planned.max_num_seqs, planned.max_model_len)
     return Parts(
         runner,
         tokenizer,
@@ -114,6 +126,7 @@ def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts
         dtype,
         step_profile,
         token_seconds,
+        first_steps,
     )
 
 
@@ -249,6 +262,10 @@ def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = 
             preemption=config.preemption_mode,
             token_budget=config.token_budget,
             tbt_target_seconds=None if target is None else target / 1000,
+            tbt_deadlines=config.tbt_deadlines,
+            quick_first_tokens=config.usage is Usage.SERVER
+            if config.quick_first_tokens is None
+            else config.quick_first_tokens,
             tile_tokens=TILE_TOKENS,
             step_profile=parts.step_profile,
             max_step_seconds=parts.plan.max_step_seconds,
@@ -260,7 +277,17 @@ def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = 
         identity=Identity(pod_uid=config.pod_uid, role=config.role, role_epoch=config.role_epoch),
         eos_token_ids=parts.tokenizer.eos_ids,
         observer=observer,
+        step_times=_step_times(parts),
     )
+
+
+def _step_times(parts: Parts) -> StepTimes:
+    times = StepTimes()
+    if parts.step_profile is not None:
+        times.begin_with_profile(parts.step_profile)
+    for shape, seconds in parts.first_steps:
+        times.begin_with(shape.work, seconds)
+    return times
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, SchedulingPolicy, TokenBudget
+from poolwright_engine.scheduling.scheduler_config import (
+    Batching,
+    PreemptionMode,
+    SchedulingPolicy,
+    TbtDeadlines,
+    TokenBudget,
+)
 from poolwright_protocol import keys, names
 from poolwright_protocol.roles import Role
 
@@ -107,6 +113,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     token_budget: TokenBudget = TokenBudget.FIXED
     tbt_target_milliseconds: float | None = None
+    quick_first_tokens: bool | None = None
+    tbt_deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
     step_profile: str | None = None
     max_num_seqs: int | None = None
     max_num_queued: int = 1024

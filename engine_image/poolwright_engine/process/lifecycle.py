@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -23,8 +22,9 @@ from poolwright_engine.api.api_keys import ApiKeys
 from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.api.server import Served, Service, create_app
 from poolwright_engine.handoff.exchange import FailureReason
-from poolwright_engine.process.config import ConfigError, EngineConfig
+from poolwright_engine.process.config import EngineConfig
 from poolwright_engine.process.last_words import EXIT_ENGINE_DIED, fail
+from poolwright_engine.process.ports import cannot_listen, listener
 from poolwright_engine.process.source import size
 from poolwright_engine.process.watchdog import Watchdog, end_process
 
@@ -151,7 +151,7 @@ async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, s
         try:
             await exchange.start()
         except OSError as error:
-            raise _cannot_listen("--kv-port", config.host, config.kv_port, error) from error
+            raise cannot_listen("--kv-port", config.host, config.kv_port, error) from error
         service.metrics.attach(
             engine.stats,
             engine.role_state,
@@ -252,11 +252,7 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def _listening(app: ASGIApp, host: str, port: int, option: str) -> AsyncIterator[int]:
     """Serves while the context lasts; gives the port. Raises ConfigError where it cannot listen."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise _cannot_listen(option, host, port, error) from error
+    own = listener(option, host, port)
     server = _Server(
         uvicorn.Config(
             app,
@@ -268,15 +264,11 @@ async def _listening(app: ASGIApp, host: str, port: int, option: str) -> AsyncIt
             timeout_graceful_shutdown=int(_LAST_WORDS_SECONDS),
         )
     )
-    with listener:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
+    with own:
+        task = asyncio.create_task(server.serve(sockets=[own]))
         try:
             await _until(lambda: server.started or task.done(), 0.005)
-            yield listener.getsockname()[1]
+            yield own.getsockname()[1]
         finally:
             server.should_exit = True
             await task
-
-
-def _cannot_listen(option: str, host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"{option}: cannot listen on {host}:{port}: {error.strerror or error}")

@@ -31,7 +31,13 @@ from poolwright_engine.process.config import (
     from_environment,
 )
 from poolwright_engine.process.source import name_of
-from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode, SchedulingPolicy, TokenBudget
+from poolwright_engine.scheduling.scheduler_config import (
+    Batching,
+    PreemptionMode,
+    SchedulingPolicy,
+    TbtDeadlines,
+    TokenBudget,
+)
 from poolwright_protocol import names
 
 E = TypeVar("E", bound=StrEnum)
@@ -257,7 +263,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--cpu-linear-form",
         default="auto",
         metavar="|".join(CPU_LINEAR_FORMS),
-        help="how matrix products are made; auto: as this machine does them fastest, by 2 s of measuring at the "
+        help="how matrix products are made; auto: as this machine does them fastest, by 3 s of measuring at the "
         "start (default: %(default)s)",
     )
     for kind in ("tensor", "pipeline", "data"):
@@ -303,10 +309,25 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         help="gap between two tokens of a stream that --max-num-batched-tokens auto keeps",
     )
     group.add_argument(
+        "--quick-first-tokens",
+        action=argparse.BooleanOptionalAction,
+        help="prompts that wait together share steps of the size that lets them wait least on average, rather than "
+        "steps as large as the budget (default: yes serving, no offline)",
+    )
+    group.add_argument(
+        "--tbt-deadlines",
+        type=_one_of(TbtDeadlines),
+        choices=list(TbtDeadlines),
+        default=TbtDeadlines.CUMULATIVE,
+        help="how it counts gaps: cumulative, tokens that came early leave time to the next, which keeps the mean and "
+        "most gaps; each, every gap by itself, for a target of nearly all gaps, as a P99 (default: %(default)s)",
+    )
+    group.add_argument(
         "--step-profile",
         metavar="FILE",
         help="what steps cost here, as `poolwright-engine profile --output FILE` wrote it: where "
-        "--max-num-batched-tokens auto begins (default: it learns from its first steps)",
+        "--max-num-batched-tokens auto begins, and what the controller is told of this machine at first "
+        "(default: a few steps are measured at the start)",
     )
     group.add_argument(
         "--max-num-seqs",

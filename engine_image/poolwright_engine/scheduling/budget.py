@@ -2,7 +2,8 @@
 
 The rule is QoServe's (ASPLOS 2026), deadlines counted from the first token: token i of a request is due at first token
 + i · TBT target. They add up, so a token that came early leaves slack to the next ones. The budget is the largest
-multiple of the tile whose predicted step, with a margin, ends within the least slack of the decodes that run.
+multiple of the tile whose predicted step, with a margin, ends within the least slack of the decodes that run. Where
+every gap is promised by itself, slack is not saved up: each step has one TBT target.
 
 Steps are predicted as fixed + a · tokens + b · context tokens, separately for steps of decodes alone and for steps with
 prefill (other kernels run), and fitted as they are measured.
@@ -11,12 +12,16 @@ prefill (other kernels run), and fitted as they are measured.
 still. Attention costs by pairs of a token and one before it, which is what makes the last part of a long prompt slow.
 """
 
+import math
 from dataclasses import dataclass
 
 from poolwright_protocol.flops import visible_keys
 from poolwright_protocol.step_time import StepCost, StepProfile
 
-_MARGIN = 1.2  # QoServe's
+# QoServe's margin, until steps tell by how much they exceed what was predicted: then the most of late.
+_FIRST_MARGIN = 1.2
+_MARGINS = (1.02, 1.5)  # bounds
+_MARGIN_KEPT = 0.98  # of what is above 1, a step later: a third after 50 steps
 _FORGETTING = 0.98  # weight of a step 50 steps ago: about a third
 _TOKEN_SCALE = 256.0  # features of about one make the fit well conditioned
 _KV_SCALE = 65536.0
@@ -73,11 +78,18 @@ class _Fit:
 
 
 class StepPredictor:
-    def __init__(self, profile: StepProfile | None = None) -> None:
+    """`margin`: by how much a step with prompts may exceed what is predicted, as far as is known at the start."""
+
+    def __init__(self, profile: StepProfile | None = None, margin: float = _FIRST_MARGIN) -> None:
         self._decode = _Fit(profile.decode if profile else None)
         self._mixed = _Fit(profile.mixed if profile else None)
+        self._margin = min(max(margin, _MARGINS[0]), _MARGINS[1])
 
     def observe(self, work: StepWork, seconds: float) -> None:
+        if work.has_prefill and self._mixed.is_known and (predicted := self.predict(work)) > 0:
+            least, most = _MARGINS
+            kept = 1 + (self._margin - 1) * _MARGIN_KEPT
+            self._margin = min(most, max(least, kept, seconds / predicted))
         (self._mixed if work.has_prefill else self._decode).observe(work, seconds)
 
     def predict(self, work: StepWork) -> float:
@@ -89,6 +101,11 @@ class StepPredictor:
         """What one more prompt token costs; None: nothing is known of it."""
         return self._mixed.cost.token_seconds if self._mixed.is_known else None
 
+    @property
+    def overhead_tokens(self) -> float | None:
+        """What a step with prompts costs besides its tokens, in prompt tokens; None: not known."""
+        return self._mixed.cost.overhead_tokens if self._mixed.is_known else None
+
     def budget(self, slack_seconds: float, decodes: int, kv_tokens: int, tile_tokens: int, most_tokens: int) -> int:
         """Tokens of the next step, decodes included: at most `most_tokens`, at least one tile beyond the decodes, so
         that no prompt ever stands still. `kv_tokens`: contexts of the decodes and of the first prompt."""
@@ -96,12 +113,24 @@ class StepPredictor:
         if not self._mixed.is_known:
             return least
         cost = self._mixed.cost
-        left = slack_seconds / _MARGIN - cost.fixed_seconds - kv_tokens * cost.kv_token_seconds
+        left = slack_seconds / self._margin - cost.fixed_seconds - kv_tokens * cost.kv_token_seconds
         if cost.token_seconds * most_tokens <= left:
             return most_tokens
         # Each prompt token is also one more token of context.
         tokens = int(max(0.0, left) / (cost.token_seconds + cost.kv_token_seconds))
         return min(most_tokens, max(least, tokens - tokens % tile_tokens))
+
+
+def tokens_of_least_wait(overhead_tokens: float, waiting_tokens: int, tile_tokens: int) -> int:
+    """How many prompt tokens one step should hold while prompts of `waiting_tokens` wait together: in multiples of the
+    tile. `overhead_tokens`: what a step costs besides its tokens, in tokens.
+
+    Steps of s tokens, at c · (o + s) seconds each, give the first tokens of w waiting ones after a mean of
+    c · (o + s) · (w / s + 1) / 2. That is least at s = √(o · w): larger steps let those who could be done wait for
+    others, smaller ones pay the overhead too often. The longer the line, the larger the steps.
+    """
+    tiles = math.ceil(math.sqrt(max(0.0, overhead_tokens) * waiting_tokens) / tile_tokens)
+    return max(1, tiles) * tile_tokens
 
 
 class PromptPace:

@@ -22,16 +22,22 @@ The last token of a sequence is always computed, since its logits are wanted.
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from poolwright_engine.scheduling.batching.strategy import strategy
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool, BrokenInvariant
-from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, tokens_of_least_wait
 from poolwright_engine.scheduling.ngrams import NgramIndex
 from poolwright_engine.scheduling.runner import Row, Seat, Step, StepResult, row_of
-from poolwright_engine.scheduling.scheduler_config import PreemptionMode, SchedulerConfig, SchedulingPolicy, TokenBudget
+from poolwright_engine.scheduling.scheduler_config import (
+    PreemptionMode,
+    SchedulerConfig,
+    SchedulingPolicy,
+    TbtDeadlines,
+    TokenBudget,
+)
 from poolwright_engine.scheduling.sequence import (
     FinishReason,
     Request,
@@ -140,6 +146,7 @@ class Scheduler:
         self.pace: PromptPace | None = None
         if config.max_step_seconds is not None and config.cuts_prompts:
             self.pace = PromptPace(config.max_step_seconds, config.prompt_token_seconds)
+        self.prompt_overhead_tokens: float | None = None  # of a step with prompts, as far as whoever runs them knows
         self.strategy = strategy(config)
         self._eos_token_ids = eos_token_ids
         self._model_identity = config.model_identity
@@ -416,6 +423,14 @@ class Scheduler:
         batch.candidates += found
         return found
 
+    def room_for(self, batch: Batch, prompts: Collection[Prompt]) -> int:
+        """Tokens of this step for all of them together."""
+        room, overhead = batch.room_for_prefill, self.prompt_overhead_tokens
+        if len(prompts) < 2 or overhead is None or not self.config.quick_first_tokens:
+            return room
+        waiting = sum(prompt.remaining for prompt in prompts)
+        return min(room, tokens_of_least_wait(overhead, waiting, self.config.tile_tokens))
+
     def piece(self, batch: Batch, prompt: Prompt, tokens: int, *, rounded: bool = True) -> int:
         """How many tokens its next chunk has if it may have so many. `rounded`: one that does not end its prompt ends
         on a block, where it can: no partial block has to be sent twice, or is missed by the next one's hits."""
@@ -530,15 +545,20 @@ class Scheduler:
 
     # Parts of the above: the line.
 
-    def _place(self, sequence: Sequence) -> tuple[int, bool, float, int]:
-        """In the waiting line: those that ran before go before those of their priority that did not."""
-        priority = sequence.request.priority if self.config.scheduling_policy is SchedulingPolicy.PRIORITY else 0
-        return priority, sequence.num_preemptions == 0, sequence.request.arrival_seconds, sequence.serial
+    def rank(self, sequence: Sequence) -> tuple[bool, int]:
+        """The lower goes first, of whatever age."""
+        request = sequence.request
+        by_priority = self.config.scheduling_policy is SchedulingPolicy.PRIORITY
+        return request.relegated, request.priority if by_priority else 0
 
-    def _worth(self, sequence: Sequence) -> tuple[bool, int, float, int]:
+    def _place(self, sequence: Sequence) -> tuple[tuple[bool, int], bool, float, int]:
+        """In the waiting line: those that ran before go before those of their rank that did not."""
+        return self.rank(sequence), sequence.num_preemptions == 0, sequence.request.arrival_seconds, sequence.serial
+
+    def _worth(self, sequence: Sequence) -> tuple[bool, tuple[bool, int], float, int]:
         """Among those that run: the largest is preempted first."""
-        priority, _, arrival, serial = self._place(sequence)
-        return sequence.num_preemptions < self.config.max_preemptions, priority, arrival, serial
+        rank, _, arrival, serial = self._place(sequence)
+        return sequence.num_preemptions < self.config.max_preemptions, rank, arrival, serial
 
     def _queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=self._place)
@@ -727,7 +747,8 @@ class Scheduler:
         target = self.config.tbt_target_seconds
         if self.config.token_budget is TokenBudget.FIXED or target is None:
             return most
-        slack, decodes, kv_tokens, first_prompt = float("inf"), 0, 0, 0
+        adds_up = self.config.tbt_deadlines is TbtDeadlines.CUMULATIVE
+        slack, decodes, kv_tokens, first_prompt = float("inf") if adds_up else target, 0, 0, 0
         begins = now + sum(self.predictor.predict(_work(step, has_prefill)) for step, _, has_prefill in self._in_flight)
         for sequence in self.running:
             if sequence.is_prefilling:
@@ -735,6 +756,8 @@ class Scheduler:
                 continue
             decodes += 1
             kv_tokens += sequence.num_computed
+            if not adds_up:
+                continue
             first = sequence.first_token_seconds
             index = len(sequence.output_ids) + sequence.num_placeholders
             # A first token that is still in flight comes with the step that begins next, at the latest.

@@ -36,6 +36,11 @@ class TokenBudget(StrEnum):
     AUTO = "auto"  # at most that; what the running decodes' targets leave time for
 
 
+class TbtDeadlines(StrEnum):
+    CUMULATIVE = "cumulative"  # of token i: the first token + i targets, so tokens that came early leave slack
+    EACH = "each"  # one target after the token before
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Tokens and seconds, as the names say.
@@ -48,7 +53,9 @@ class SchedulerConfig:
     `watermark`: share of the blocks that an admission leaves free while something runs.
     `max_preemptions`: preempted that often, a request is a victim only where no other is left.
     `swap_bytes_per_second`: between device and host, for the choice between swap and recompute.
-    `tbt_target_seconds`, `tile_tokens`, `step_profile`: of the auto budget, which is a multiple of the tile.
+    `quick_first_tokens`: prompts that wait together share steps of the size that lets them wait least on average, once
+    it is known what steps cost; else they fill the budget, which takes the least time for all of them.
+    `tbt_target_seconds`, `tbt_deadlines`, `tile_tokens`, `step_profile`: of the auto budget, a multiple of the tile.
     `max_step_seconds`: prompts are cut so that a step with any takes about so long at most, as far as what steps took
     tells; None: max_num_batched_tokens alone bounds it. `prompt_token_seconds`: what is known of that at the start.
     `static_batch_size` (None: max_num_seqs) and `static_window_seconds`, from the oldest arrival: what closes a batch
@@ -72,8 +79,10 @@ class SchedulerConfig:
     preemption: PreemptionMode = PreemptionMode.AUTO
     max_preemptions: int = 3
     swap_bytes_per_second: float = 8e9
+    quick_first_tokens: bool = False
     token_budget: TokenBudget = TokenBudget.FIXED
     tbt_target_seconds: float | None = None
+    tbt_deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
     tile_tokens: int = 64
     step_profile: StepProfile | None = None
     max_step_seconds: float | None = None

@@ -72,7 +72,8 @@ class SamplingParams:
 class Request:
     """`prompt_machine` is the raw signed header, checked by the hand-off; None: prefill here.
 
-    `priority`: lower runs first, under the priority policy only. `cache_salt`: requests share cached blocks only with
+    `priority`: lower runs first, under the priority policy only. `relegated`: it is late already, so it runs after all
+    that are not, under any policy. `cache_salt`: requests share cached blocks only with
     the same salt. `siblings`: requests of one client's n share this name and their prompt."""
 
     request_id: str
@@ -81,6 +82,7 @@ class Request:
     arrival_seconds: float = field(default_factory=time.monotonic)
     prompt_machine: str | None = None
     priority: int = 0
+    relegated: bool = False
     cache_salt: str = ""
     siblings: str | None = None
 

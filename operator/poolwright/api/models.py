@@ -428,12 +428,23 @@ class Pools(Model):
         return bounds
 
 
+class Basis(StrEnum):
+    WORK = "Work"
+    LATENCY = "Latency"
+
+
 class Rebalance(Model):
     mode: Mode = Field(
         default=Mode.ACTIVE,
         description="Who chooses moves. Active: the policy. Advisory: the policy, recorded and not done. Manual: the "
         "counts in `pools`. Paused: nobody. In all four, new machines get a role, minimums are repaired and moves "
         "already begun are finished. Default Active.",
+    )
+    basis: Basis = Field(
+        default=Basis.LATENCY,
+        description="What moves and routing go by. Latency: what is measured, alone. Work: the price of the work that "
+        "is offered, as soon as engines of every class have said what their steps take, and measured latency until "
+        "then and where targets are plainly missed. Default Latency.",
     )
     interval_seconds: Annotated[Int32, Field(ge=1, le=3600)] = Field(
         default=60, description="How often a move is considered. Default 60."

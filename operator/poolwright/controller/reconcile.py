@@ -1,21 +1,25 @@
 """One look at one pool, the same whoever asked for it: bring what is nearer to what should be, and say so.
 
-Order: children; moves already begun, and engines against labels; births; metrics; decision; new moves; status; Events.
+Order: children; moves already begun, and engines against labels; births; metrics; decision; new moves; status; Events;
+what routers are told of machines.
 Level-triggered: a second look at a settled world writes nothing. Policy is `core.decide`'s; the steps of a move are the
 mover's; what the status says is `status.py`'s.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from poolwright.api.models import InferencePool, InferencePoolStatus, InvalidPool
+from poolwright.api.models import Basis, InferencePool, InferencePoolStatus, InvalidPool
 from poolwright.api.policy import policy_spec
 from poolwright.controller import status as statuses
 from poolwright.controller.mover import Mover, Progress, Result
 from poolwright.controller.ports import ChildrenState, Event, World
+from poolwright.controller.profiles import Profiles, tell_routers
+from poolwright.core.class_profiles import prices_of
 from poolwright.core.decide import decide
 from poolwright.core.decision import Decision, MoveRecord, Reason, Snapshot
 from poolwright.core.decision import Memory as PolicyMemory
+from poolwright.core.evidence import prices_text
 from poolwright.core.machine import Machine
 from poolwright.core.memory import rebuild_memory
 from poolwright.core.reading import MetricsReading
@@ -38,6 +42,7 @@ class Memory:
 
     refresh_seconds: float = 30.0
     policy: PolicyMemory | None = None
+    profiles: Profiles = field(default_factory=Profiles)
     written_at: float | None = None
     reading: MetricsReading | None = None
     read_at: float = 0.0
@@ -58,12 +63,18 @@ async def reconcile(world: World, memory: Memory, now: float) -> float | None:
     mover = Mover(world.machines, world.engines, bounds=bounds, machine_bounds=chosen_bounds)
     progress = await mover.advance_all(await world.machines.list(), now)
     machines = await _after(world, progress)
+    memory.profiles.hear((p.machine, p.engine) for p in progress)
+    profiles = memory.profiles.of_classes(machines)
+    prices = {name: price for name, p in profiles.items() if (price := prices_of(p)) is not None}
 
     old = statuses.parse(pool.status)
     remembered = memory.policy or _rebuild(now, machines, old, spec)
     remembered = replace(remembered, moves=_with_drains(remembered.moves, machines, progress))
     reading = await _observe(world, memory, spec, children, now)
-    decision, remembered = decide(now, Snapshot(machines, reading), spec, remembered)
+    counting = pool.spec.rebalance.basis is Basis.WORK
+    decision, remembered = decide(now, Snapshot(machines, reading, prices if counting else {}), spec, remembered)
+    if prices and not counting:
+        decision = replace(decision, evidence=(*decision.evidence, ("prices", f"not used: {prices_text(prices)}")))
     begun = await _begin(mover, machines, decision, now)
     remembered = replace(remembered, moves=_only_begun(remembered.moves, begun, now))
     memory.policy, memory.plan_at = remembered, decision.next_plan_at
@@ -76,6 +87,7 @@ async def reconcile(world: World, memory: Memory, now: float) -> float | None:
         if repaired.result is Result.REPAIRED:
             text = f"The role of machine {repaired.machine.name} was repaired: {repaired.detail}"
             await world.store.emit(Event("Warning", "RoleRepaired", text))
+    await tell_routers(world.machines, machines, profiles, spec, decision.bounds, prices_count=counting)
     # A plan that could not be concluded is due at once, for as long as what it waits for lasts.
     patience = min(spec.interval_seconds, max(_RETRY_SECONDS, spec.interval_seconds / 12))
     return min(*waits, max(patience, decision.next_plan_at - now), spec.interval_seconds)

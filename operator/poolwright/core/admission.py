@@ -2,14 +2,15 @@
 
 Mooncake (FAST 2025) found that to test decode load at arrival makes both pools swing in opposite phase, since that load
 comes only after the prefill; so here it is what will be left of today's streams then, and those bound there by then. A
-request that cannot be in time is relegated (served after all others, never dropped), up to a share of all requests
-(QoServe: some 5 % keep the rest within their targets), and else refused, with the time after which it could be taken.
-One that no machine could serve in time even when idle is refused for good, and told so.
+request whose first token cannot be in time is relegated (served after all others, never dropped): it is late in any
+case, and in its turn it would make others late too. Where requests may be refused, that is for a share of them
+(QoServe: some 5 % keep the rest within their targets), and the others are refused, with the time after which one could
+be taken. One that no machine could serve in time even when idle is refused for good, and told so.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from poolwright.core.machine import Machine
@@ -38,6 +39,9 @@ class AdmissionReason(StrEnum):
     TBT_LATE = "TBTLate"
     PROMPT_TOO_LONG = "PromptTooLong"
     TBT_INFEASIBLE = "TBTInfeasible"
+
+
+_LATE_FIRST = frozenset({AdmissionReason.TTFT_LATE, AdmissionReason.PROMPT_TOO_LONG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ def admit(
     now: float,
     targets: Targets,
     tally: Tally,
+    *,
+    may_refuse: bool = True,
 ) -> tuple[Admission, Tally]:
     """A machine without a price, or none at all, is no reason to refuse: the choice of machines speaks then."""
     usable = [
@@ -82,8 +88,11 @@ def admit(
         return Admission(Verdict.ADMIT, AdmissionReason.UNPRICED), tally.counted(relegated=False)
     sound = [(m, at) for m, at in usable if at.avoid_until <= now and m.move is None] or usable
     judged = _judge(request, sound, now, targets)
+    if not may_refuse:
+        verdict = Verdict.RELEGATE if judged.reason in _LATE_FIRST else Verdict.ADMIT
+        return replace(judged, verdict=verdict, retry_after_seconds=None), tally.counted(verdict is Verdict.RELEGATE)
     if judged.verdict is Verdict.REJECT and judged.retry_after_seconds is not None and tally.allows_one_more():
-        judged = Admission(Verdict.RELEGATE, judged.reason, judged.ttft_seconds, judged.tbt_seconds)
+        judged = replace(judged, verdict=Verdict.RELEGATE, retry_after_seconds=None)
     return judged, tally.counted(judged.verdict is Verdict.RELEGATE)
 
 

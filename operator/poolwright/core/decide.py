@@ -174,7 +174,7 @@ def _bounds(board: Board, snapshot: Snapshot, demand: Demand | None, before: Map
     that is lent may do beside them. The user's own bound of a role stands."""
     if not snapshot.prices:
         return {}
-    share = demand.pressure(board.counts_by_class()).mixed_share if demand is not None else 0.0
+    counts = board.counts_by_class()
     bounds: dict[str, int] = {}
     of_kind: dict[tuple[str, Role], int] = {}
     for m in board.machines:
@@ -189,7 +189,7 @@ def _bounds(board: Board, snapshot: Snapshot, demand: Demand | None, before: Map
             continue
         kind = m.machine_class, role
         if kind not in of_kind:
-            of_kind[kind] = demand.bound(prices, role, share)
+            of_kind[kind] = demand.bound(counts, prices, role)
         new = of_kind[kind]
         bounds[m.uid] = new if old is None or abs(new - old) > _NOTABLE_BOUND * old else old
     return bounds

@@ -234,16 +234,35 @@ class Demand:
             pressed = found[1]
         return counts, pressed
 
-    def bound(self, prices: MachinePrices, role: Role, mixed_share: float) -> int:
+    def bound(self, counts: ByClass, prices: MachinePrices, role: Role) -> int:
         """`maxPrefillTokensPerStep`: the largest chunk that keeps the step within the TBT target beside the streams
-        that a mixed machine has when it gives `mixed_share` of its time to prompts, or that fill a token machine."""
+        that a mixed machine has at these counts, or that fill a token machine. A mixed machine's is never so small that
+        its share of the prompts would pile up: tokens late by a little are worth more than prompts that never begin."""
         if math.isinf(self._tbt_seconds):
             return prices.step_tokens
         if role is Role.TOKEN:
             streams = _streams(prices, self.offered, self._token_step_seconds)
-        else:
-            streams = (1 - mixed_share) * _streams(prices, self.offered, self._tbt_seconds)
-        return prices.chunk_within(self._tbt_seconds, streams, streams * self.offered.context_tokens)
+            return prices.chunk_within(self._tbt_seconds, streams, streams * self.offered.context_tokens)
+        share = self.pressure(counts).mixed_share
+        streams = (1 - share) * _streams(prices, self.offered, self._tbt_seconds)
+        context = streams * self.offered.context_tokens
+        least = prices.chunk_at_rate(self._prompt_rate_of_mixed(counts, share), streams, context)
+        return max(least, prices.chunk_within(self._tbt_seconds, streams, context))
+
+    def _prompt_rate_of_mixed(self, counts: ByClass, share: float) -> float:
+        """Prompt tokens a second that come to one mixed machine, with room for what is not planned."""
+        pure = mixed = 0.0
+        machines = 0
+        for (name, role), count in counts.items():
+            worth = self._worths.get(name)
+            if worth is not None and role is Role.PROMPT:
+                pure += count * worth.prompt
+            elif worth is not None and role is Role.MIXED:
+                mixed += count * share * worth.mixed_prompt
+                machines += count
+        if not machines or mixed <= 0:
+            return 0.0
+        return self.offered.prompt_tokens_per_second * mixed / (pure + mixed) / machines / PLANNED_UTILISATION
 
     def _prompt_pressure(self, share: float, coverage: float, servers: float) -> float:
         """`share` of all requests, on machines that could do `coverage` of them."""

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from poolwright.core.decision import ObjectiveReading, Snapshot
 from poolwright.core.demand import ByClass, Demand
 from poolwright.core.objective import Load
+from poolwright.core.pricing import MachinePrices, Prices
 from poolwright.core.reading import MetricsState
 from poolwright.core.split import Counts
 from poolwright_protocol.roles import Role
+
+_PRICED_TOKENS = 512
 
 
 def evidence(
@@ -42,6 +45,8 @@ def evidence(
             ("before-first-token", f"{load.requests_before_first_token:.2f} requests"),
             ("decoding", f"{load.streams:.2f} streams"),
         ]
+    if snapshot.prices:
+        lines.append(("prices", prices_text(snapshot.prices)))
     if demand is not None:
         offered, pressure = demand.offered, demand.pressure(by_class)
         lines += [
@@ -54,6 +59,19 @@ def evidence(
             ("machines-wanted", f"{demand.machines_wanted(by_class):+.1f}"),
         ]
     return tuple(lines)
+
+
+def prices_text(prices: Prices) -> str:
+    return "; ".join(_price_text(name, of_class) for name, of_class in prices.items())
+
+
+def _price_text(name: str, prices: MachinePrices) -> str:
+    """Of a class: what most prompts and a lone stream would pay."""
+    prompt_token, step = (
+        prices.prefill_seconds(_PRICED_TOKENS) / _PRICED_TOKENS,
+        prices.decode_seconds(1, _PRICED_TOKENS),
+    )
+    return f"{name} {prompt_token * 1000:.3g} ms a prompt token, {step * 1000:.3g} ms a step of one stream"
 
 
 def seconds_text(value: float | None) -> str:

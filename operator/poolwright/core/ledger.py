@@ -36,6 +36,7 @@ class ReturnRule(StrEnum):
 class _Account:
     prompt_tokens: int = 0
     prompts: int = 0
+    relegated_tokens: int = 0  # of prompts that wait behind all others, in none of the other counts of prompts
     bound: int = 0  # of its streams, those without a first token
     streams: int = 0
     failures: int = 0  # in a row
@@ -92,10 +93,12 @@ class Entry:
     __slots__ = (
         "_closed",
         "_context_tokens",
+        "_joined",
         "_pairs",
         "_prompt",
         "_prompt_tokens",
         "_queue_tokens",
+        "_relegated",
         "_rule",
         "_sent_at",
         "_token",
@@ -112,6 +115,7 @@ class Entry:
         cached_tokens: int = 0,
         output_tokens: float = 0.0,
         rule: ReturnRule = ReturnRule.DRAINED,
+        relegated: bool = False,
     ) -> None:
         new = max(0, prompt_tokens - cached_tokens)
         self._token = token
@@ -124,15 +128,19 @@ class Entry:
         self._rule = rule
         self._waiting = True
         self._closed = False
-        before = prompt.prompts_seconds()
-        prompt.prompt_tokens += new
-        prompt.prompt_pairs += self._pairs
-        prompt.prompts += 1
-        # Short prompts share their steps, so what counts is what the queue grows by.
-        prompt.free_at = max(now, prompt.free_at) + max(0.0, prompt.prompts_seconds() - before)
-        token.streams += 1
-        token.bound += 1
-        token.context_tokens += self._context_tokens
+        self._relegated = relegated
+        self._joined = False
+        if relegated:
+            prompt.relegated_tokens += new
+        else:
+            before = prompt.prompts_seconds()
+            prompt.prompt_tokens += new
+            prompt.prompt_pairs += self._pairs
+            prompt.prompts += 1
+            # Short prompts share their steps, so what counts is what the queue grows by.
+            prompt.free_at = max(now, prompt.free_at) + max(0.0, prompt.prompts_seconds() - before)
+            token.bound += 1
+            self._join()
         for account in (token, prompt) if token is not prompt else (token,):
             account.load = None
             account.decay(now)
@@ -144,6 +152,9 @@ class Entry:
         if not self._waiting:
             return
         self._settle()
+        if self._relegated:  # what it waited for was not this machine's speed
+            self._join()
+            return
         prompt = self._prompt
         prompt.decay(now)
         prompt.measured_milliseconds += (now - self._sent_at) * 1000
@@ -156,23 +167,35 @@ class Entry:
         self._closed = True
         if self._waiting:  # it failed, so its share of the wait is gone
             self._settle()
-            self._prompt.free_at = min(self._prompt.free_at, self._sent_at + self._prompt.prompts_seconds())
+            if not self._relegated:
+                self._prompt.free_at = min(self._prompt.free_at, self._sent_at + self._prompt.prompts_seconds())
         token = self._token
-        token.streams -= 1
-        token.context_tokens = max(0.0, token.context_tokens - self._context_tokens) if token.streams else 0.0
+        if self._joined:
+            token.streams -= 1
+            token.context_tokens = max(0.0, token.context_tokens - self._context_tokens) if token.streams else 0.0
         token.load = None
         token.return_if(self._rule)
+
+    def _join(self) -> None:
+        """The streams of its machine: as soon as it was sent, or, behind all others, when it begins to decode."""
+        self._joined = True
+        self._token.streams += 1
+        self._token.context_tokens += self._context_tokens
+        self._token.load = None
 
     def _settle(self) -> None:
         if self._waiting:
             self._waiting = False
-            self._token.bound -= 1
             self._token.load = None
             prompt = self._prompt
-            prompt.prompts -= 1
-            prompt.prompt_tokens -= self._prompt_tokens
-            prompt.prompt_pairs = max(0.0, prompt.prompt_pairs - self._pairs) if prompt.prompts else 0.0
             prompt.load = None
+            if self._relegated:
+                prompt.relegated_tokens -= self._prompt_tokens
+            else:
+                self._token.bound -= 1
+                prompt.prompts -= 1
+                prompt.prompt_tokens -= self._prompt_tokens
+                prompt.prompt_pairs = max(0.0, prompt.prompt_pairs - self._pairs) if prompt.prompts else 0.0
             prompt.return_if(self._rule)
 
 
@@ -182,7 +205,13 @@ class Ledger:
         self._return_rule = return_rule
 
     def begin(
-        self, choice: Choice, prompt_tokens: int, now: float, cached_tokens: int = 0, output_tokens: float = 0.0
+        self,
+        choice: Choice,
+        prompt_tokens: int,
+        now: float,
+        cached_tokens: int = 0,
+        output_tokens: float = 0.0,
+        relegated: bool = False,
     ) -> Entry:
         token = self._account(choice.token.uid)
         prompt = self._account(choice.prompt.uid) if choice.prompt else token
@@ -196,6 +225,7 @@ class Ledger:
             cached_tokens=cached_tokens,
             output_tokens=output_tokens,
             rule=self._return_rule,
+            relegated=relegated,
         )
 
     def failed(self, uid: str, now: float) -> None:
@@ -236,7 +266,9 @@ class Ledger:
     def work(self) -> dict[str, MachineWork]:
         """For the fast loop."""
         return {
-            uid: MachineWork(a.prompt_tokens, a.prompt_pairs, a.streams, a.context_tokens, a.lent_to is not None)
+            uid: MachineWork(
+                a.prompt_tokens + a.relegated_tokens, a.prompt_pairs, a.streams, a.context_tokens, a.lent_to is not None
+            )
             for uid, a in self._accounts.items()
         }
 

@@ -6,9 +6,10 @@ any move after any crash, and two operators cannot both win.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from poolwright.core.router_note import RouterNote
 from poolwright_protocol.roles import Role
 
 
@@ -75,17 +76,20 @@ class Machine:
     deleting: bool = False
     cordoned: bool = False  # its node takes no new pods; the machine is expected to go
     restarts: int = 0
+    note: RouterNote | None = field(default=None, hash=False)  # beside the role; None: routers are told nothing yet
 
     def to_row(self) -> dict[str, Any]:
         """As plain JSON values: how local mode stores machines."""
-        return {**asdict(self), "move": self.move.to_json() if self.move else None}
+        move, note = self.move.to_json() if self.move else None, self.note.to_json() if self.note else None
+        return {**asdict(self), "move": move, "note": note}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Machine":
         """Raises ValueError, TypeError or KeyError for anything that is not a machine."""
         role = Role(row["role"]) if row["role"] else None
         move = Move.from_json(row["move"]) if row["move"] else None
-        return cls(**{**row, "role": role, "move": move})
+        note = RouterNote.from_json(row["note"]) if row.get("note") else None
+        return cls(**{**row, "role": role, "move": move, "note": note})
 
     @property
     def effective_role(self) -> Role | None:

@@ -91,6 +91,20 @@ class MachinePrices:
         tokens = self.step_tokens if each <= 0 or left / each >= self.step_tokens else int(left / each)
         return min(self.step_tokens, max(self.tile_tokens, tokens - tokens % self.tile_tokens))
 
+    def chunk_at_rate(self, tokens_per_second: float, streams: float, kv_tokens: float) -> int:
+        """The smallest multiple of the tile that, beside these streams, computes prompts as fast as this; the machine's
+        own budget where none does."""
+        cost = self.profile.mixed
+        left = 1 - tokens_per_second * (cost.token_seconds + cost.kv_token_seconds)  # of a second, for all else
+        if left <= 0:
+            return self.step_tokens
+        tiles = tokens_per_second * cost.seconds(streams, kv_tokens) / left / self.tile_tokens
+        return (
+            self.step_tokens
+            if tiles * self.tile_tokens >= self.step_tokens
+            else max(1, math.ceil(tiles)) * self.tile_tokens
+        )
+
     def streams_within(self, step_seconds: float, context_tokens: float) -> float:
         """How many streams of this context keep their step at most this long, as far as KV memory holds them; 0 where
         not even one does."""

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from poolwright.core.machine import Machine
 from poolwright.core.pricing import HANDOFF_SECONDS, MachinePrices
+from poolwright.core.router_note import RouterNote
 
 # One decoding stream slows a prompt on the same machine about as much as this many more prompt tokens would.
 STREAM_TOKENS = 16
@@ -14,6 +15,14 @@ ESTIMATE_TOLERANCE = 0.2
 HANDOFF_MILLISECONDS = HANDOFF_SECONDS * 1000
 # Prompts up to this long may stay on the token machine: about one decode step's work, so nobody's gap grows much.
 LOCAL_PROMPT_TOKENS = 32
+_NEARLY_NONE = 0.011  # of gaps over the target: a P99 or stricter
+
+
+def every_gap_counts(percentile: float, output_tokens: float) -> bool:
+    """Whether the second token of an answer, which a hand-over delays, must be in time as all others: where nearly no
+    gap may be late, and where answers are so short that the second is more than the share that may."""
+    missed = 1 - percentile / 100
+    return missed <= _NEARLY_NONE or missed * max(1.0, output_tokens - 1) < 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,14 @@ class Targets:
     ttft_seconds: float
     tbt_seconds: float
     every_gap: bool = True
+
+    @classmethod
+    def of(cls, note: RouterNote, output_tokens: float) -> "Targets | None":
+        """None without both objectives: machines are packed up to a target, which where there is none would be without
+        end."""
+        if note.ttft_seconds is None or note.tbt_seconds is None:
+            return None
+        return cls(note.ttft_seconds, note.tbt_seconds, every_gap_counts(note.tbt_percentile or 100.0, output_tokens))
 
 
 class Route(StrEnum):

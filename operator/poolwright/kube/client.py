@@ -7,6 +7,7 @@ else is the caller's level-triggered loop. Knows no kind's meaning.
 import asyncio
 import json
 import logging
+import os
 import random
 import ssl
 from collections.abc import AsyncGenerator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
+import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config.config_exception import ConfigException
@@ -97,6 +99,11 @@ class KubeClient:
             )
         except (ConfigException, OSError) as error:
             raise Unavailable(f"no Kubernetes credentials: {error}") from error
+        except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError) as error:
+            # The library reads a file as if it were sound; what breaks it is in the file.
+            named = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+            text = " ".join(str(error).split())
+            raise Unavailable(f"no Kubernetes credentials: {named} is no kubeconfig: {text}") from error
         return cls(configuration, user_agent)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 from poolwright.api.times import format_time, parse_time
 from poolwright.core.machine import Machine, MachinePatch, Move
+from poolwright.core.router_note import RouterNote
 from poolwright.kube.client import ApiError, KubeClient, Manifest, unavailable
 from poolwright.kube.resources import NODES, PODS
 from poolwright.machines import Conflict
@@ -103,6 +104,21 @@ class KubeMachines:
         self._remember(pod)
         return machine_of(pod)[0]
 
+    async def annotate(self, machine: Machine, note: RouterNote | None) -> None:
+        # A pod of a pool has annotations from its template: its epoch, at least.
+        operations: list[dict[str, Any]] = [
+            {"op": "test", "path": "/metadata/uid", "value": machine.uid},
+            {"op": "add", "path": _annotation(names.ANNOTATION_ROUTING), "value": note.to_json() if note else ""},
+        ]
+        if note is None:  # a remove alone fails where there is nothing to remove
+            operations.append({"op": "remove", "path": _annotation(names.ANNOTATION_ROUTING)})
+        try:
+            await self._client.json_patch(PODS, self._namespace, machine.name, operations)
+        except ApiError as error:
+            if error.status in (404, 409, 422):
+                raise Conflict(f"machine {machine.name} is gone, or another machine now") from error
+            raise unavailable(error) from error
+
     def _machines(self, pods: Sequence[Manifest], cordoned: frozenset[str]) -> tuple[Machine, ...]:
         machines = []
         alive = set()
@@ -164,6 +180,7 @@ def machine_of(pod: Manifest, cordoned: frozenset[str] = frozenset()) -> tuple[M
     epoch = parsed(names.ANNOTATION_ROLE_EPOCH, annotations, _parse_epoch)
     role_since = parsed(names.ANNOTATION_ROLE_SINCE, annotations, parse_time)
     move = parsed(names.ANNOTATION_MOVE, annotations, Move.from_json)
+    note = parsed(names.ANNOTATION_ROUTING, annotations, RouterNote.from_json)
     ports = _ports(spec)
     machine = Machine(
         name=meta["name"],
@@ -184,6 +201,7 @@ def machine_of(pod: Manifest, cordoned: frozenset[str] = frozenset()) -> tuple[M
         restarts=sum(
             c.get("restartCount", 0) for c in status.get("containerStatuses") or () if c["name"] == ENGINE_CONTAINER
         ),
+        note=note,
     )
     return machine, "; ".join(complaints)
 

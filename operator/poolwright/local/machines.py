@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from poolwright.core.machine import Machine, MachinePatch, apply
+from poolwright.core.router_note import RouterNote
 from poolwright.machines import Conflict
 
 
@@ -23,7 +24,7 @@ class LocalMachines:
         self._file = file
         self._machines: dict[str, Machine] = load(file) if file and file.exists() else {}
         self._watchers: set[asyncio.Event] = set()
-        self.writes = 0  # patches applied since the start
+        self.writes = 0  # patches and notes written since the start
 
     async def list(self) -> tuple[Machine, ...]:
         return tuple(self._machines.values())
@@ -50,6 +51,13 @@ class LocalMachines:
             raise Conflict(f"{patch.name} is at epoch {machine.role_epoch}, expected {patch.expected_epoch}")
         self.writes += 1
         return self._store(apply(machine, patch))
+
+    async def annotate(self, machine: Machine, note: RouterNote | None) -> None:
+        now = self._machines.get(machine.name)
+        if now is None or now.uid != machine.uid:
+            raise Conflict(f"{machine.name} is gone, or another machine now")
+        self.writes += 1
+        self._store(replace(now, note=note))
 
     def put(self, machine: Machine) -> None:
         """A machine appeared, or a new one took its name."""

@@ -16,12 +16,13 @@ import aiohttp
 from poolwright.core import routing
 from poolwright.core.ledger import Entry, Ledger
 from poolwright.core.machine import Machine
-from poolwright.core.routing import Choice, NoMachine, RoutingRequest
+from poolwright.core.routing import Choice, NoMachine, RoutingRequest, Targets
 from poolwright.router import events, inference
 from poolwright.router.assemble import Assembly
 from poolwright.router.config import RouterConfig
 from poolwright.router.errors import RequestError
 from poolwright.router.events import Kind
+from poolwright.router.experience import Experience
 from poolwright.router.fleet import Fleet
 from poolwright.router.inference import Inference
 from poolwright.router.meter import Meter
@@ -81,6 +82,7 @@ class Exchanges:
         self._metrics = metrics
         self._relay = relay
         self._clock = clock
+        self._experience = Experience()
         self._lifetimes: set[Lifetime] = set()
 
     def end_all(self) -> None:
@@ -142,12 +144,14 @@ class Exchanges:
         refusal: Answer | None = None
         reason = ""
         for _ in range(self._config.max_attempts):
-            choice = self._choose(request, tried)
+            wanted, targets = self._wanted(request, tried)
+            now = self._clock()
+            choice = routing.choose(wanted, self._fleet.machines, self._ledger.loads(now), now, targets)
             if isinstance(choice, NoMachine):
                 reason = choice.reason
                 break
             machine = choice.token
-            entry = self._ledger.begin(choice, request.prompt_tokens, self._clock())
+            entry = self._ledger.begin(choice, wanted.prompt_tokens, now, output_tokens=wanted.output_tokens)
             try:
                 return await self._attempt(path, request, headers, reply, waiting, choice, entry)
             except MachineFailed as failure:
@@ -163,10 +167,17 @@ class Exchanges:
             return await reply.answer(refusal)
         raise self._unavailable(f"No machine can take the request: {reason}.")
 
-    def _choose(self, request: Inference, tried: set[str]) -> Choice | NoMachine:
-        now = self._clock()
-        wanted = RoutingRequest(request.prompt_tokens, frozenset(tried), self._config.local_prompt_tokens)
-        return routing.choose(wanted, self._fleet.machines, self._ledger.loads(now), now)
+    def _wanted(self, request: Inference, tried: set[str]) -> tuple[RoutingRequest, Targets | None]:
+        """What is expected of a request matters only to prices: without them a prompt is as long as it looks."""
+        output_tokens = self._experience.answer_tokens(request.most_tokens)
+        targets = self._fleet.targets(output_tokens)
+        if targets is None:
+            return RoutingRequest(request.prompt_tokens, frozenset(tried), self._config.local_prompt_tokens), None
+        prompt_tokens = self._experience.prompt_tokens(request.prompt_tokens)
+        wanted = RoutingRequest(
+            prompt_tokens, frozenset(tried), self._config.local_prompt_tokens, output_tokens=output_tokens
+        )
+        return wanted, targets
 
     async def _attempt(
         self,
@@ -223,6 +234,7 @@ class Exchanges:
             self._ledger.failed(machine.uid, self._clock())
             return await reply.broken(_BROKEN, f"The engine broke off: {broken}.")
         meter.finish()
+        self._experience.add(request.prompt_tokens, meter.prompt_tokens, meter.answer_tokens)
         if not response.content.at_eof():
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with asyncio.timeout(_TAIL_SECONDS):  # at its end the connection can be kept

@@ -1,4 +1,4 @@
-"""The machines as last seen. An outage of their source changes nothing here: the last known set stays."""
+"""The machines as last seen, and what work costs on them. An outage of their source changes nothing: the last stays."""
 
 import asyncio
 import logging
@@ -6,10 +6,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import cast
 
+from poolwright.core.class_profiles import prices_of
 from poolwright.core.ledger import Ledger
 from poolwright.core.machine import Machine
-from poolwright.core.routing import is_live
+from poolwright.core.pricing import MachinePrices
+from poolwright.core.router_note import RouterNote
+from poolwright.core.routing import Targets, is_live
 from poolwright.machines import Machines
+from poolwright_protocol.machine_profile import MachineProfile
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +25,13 @@ class Fleet:
         self._source = source
         self._ledger = ledger
         self.machines: tuple[Machine, ...] = ()
+        self._note: RouterNote | None = None  # the targets in it are the pool's, so any machine's will do
+        self._prices: dict[MachineProfile, MachinePrices | None] = {}  # one object for machines that are alike
         self.ready = False  # a Ready machine has been seen; from then on this router has something to say
+
+    def targets(self, output_tokens: float) -> Targets | None:
+        """What a request with an answer of this length is promised; None: routers were not told."""
+        return Targets.of(self._note, output_tokens) if self._note else None
 
     async def follow(self) -> None:
         """Until cancelled."""
@@ -37,9 +47,24 @@ class Fleet:
                 log.warning("The watch of the machines failed, and begins again error=%r", error)
             await asyncio.sleep(_RETRY_SECONDS)
 
+    def _price(self, machines: tuple[Machine, ...]) -> None:
+        notes = {machine.uid: machine.note for machine in machines}
+        profiles = {note.profile for note in notes.values() if note is not None}
+        self._prices = {p: self._prices[p] if p in self._prices else prices_of(p) for p in profiles}
+        for uid, note in notes.items():
+            if note is None:
+                self._ledger.price(uid, None)
+            else:
+                self._ledger.price(uid, self._prices[note.profile], note.max_prefill_tokens_per_step)
+        known = next((note for note in notes.values() if note is not None), None)
+        if (known is None) is not (self._note is None):
+            log.info("Prices of work are %s", "known" if known is not None else "not known any more")
+        self._note = known
+
     def _replace(self, machines: tuple[Machine, ...]) -> None:
         self.machines = machines
         self._ledger.keep(machine.uid for machine in machines)
+        self._price(machines)
         if not self.ready and any(is_live(machine) for machine in machines):
             self.ready = True
             log.info("Serving machines=%d", len(machines))

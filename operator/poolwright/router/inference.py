@@ -28,6 +28,7 @@ class Inference:
     continuous_usage: bool
     prompt_tokens: int  # estimated
     choices: int  # answers to come, at least 1
+    most_tokens: int | None = None  # of one answer, as far as the client says
     whole: bool = False
     must_call: bool = False  # a tool: what it says beside its calls is then "" rather than null
 
@@ -49,6 +50,8 @@ class _Fields(BaseModel):
     prompt_logprobs: int | None = None
     echo: bool | None = None
     temperature: float | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     seed: int | None = None
 
     @property
@@ -83,6 +86,7 @@ def parse(raw: bytes) -> Inference:
         continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
         prompt_tokens=prompt_tokens,
         choices=_prompts(fields) * max(1, read.n or 1),
+        most_tokens=read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens,
         whole=whole,
         must_call=fields.get("tool_choice") not in (None, "none", "auto"),
     )

@@ -23,13 +23,18 @@ class Meter:
         self._entry = entry
         self._estimate = estimate
         self._choices = choices
-        self._corrected = False
+        self.prompt_tokens: int | None = None  # as the engine counts them
         self._streams: dict[int, _Stream] = {}
 
     @property
     def begun(self) -> bool:
         """A token has been seen in this attempt."""
         return bool(self._streams)
+
+    @property
+    def answer_tokens(self) -> float | None:
+        """Of a choice, on average; None before the first."""
+        return sum(s.tokens for s in self._streams.values()) / len(self._streams) if self._streams else None
 
     def tokens(self, choice: int, usage: dict[str, Any], now: float) -> None:
         """Usage so far of one choice. An event with k tokens counts its gap once and k - 1 zeros."""
@@ -81,6 +86,6 @@ class Meter:
 
     def _correct(self, usage: dict[str, Any]) -> None:
         prompt_tokens = usage.get("prompt_tokens")
-        if not self._corrected and isinstance(prompt_tokens, int):
-            self._corrected = True
+        if self.prompt_tokens is None and isinstance(prompt_tokens, int):
+            self.prompt_tokens = prompt_tokens
             self._metrics.prompt_tokens.corrected(self._estimate, prompt_tokens)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from poolwright.core.machine import Machine, MachinePatch
+from poolwright.core.router_note import RouterNote
 from poolwright.machines import Conflict, Unavailable
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class FileMachines:
 
     async def patch(self, patch: MachinePatch) -> Machine:
         raise Conflict(f"machine {patch.name}: a router only reads")
+
+    async def annotate(self, machine: Machine, note: RouterNote | None) -> None:
+        raise Conflict(f"machine {machine.name}: a router only reads")
 
     def _stamp(self) -> tuple[int, int, int] | str:
         try:

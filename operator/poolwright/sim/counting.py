@@ -21,8 +21,8 @@ from poolwright.sim.request import Request
 from poolwright.sim.step_rules import cuts_prompts, seats, whole_prompt_budget
 from poolwright.sim.step_time import Chunk
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool
-from poolwright_engine.scheduling.budget import StepPredictor, StepWork
-from poolwright_engine.scheduling.scheduler_config import Batching, SchedulerConfig
+from poolwright_engine.scheduling.budget import StepPredictor, StepWork, tokens_of_least_wait
+from poolwright_engine.scheduling.scheduler_config import Batching, SchedulerConfig, TbtDeadlines
 from poolwright_protocol.kv import blocks_for
 
 _DEFAULTS = SchedulerConfig(max_model_len=1)
@@ -317,11 +317,15 @@ class CountingEngine:
                 self._compute(plan, first, tokens)
             self._settle(prompts)
             return
+        overhead = self._predictor.overhead_tokens
+        if self._rules.quick_first_tokens and overhead is not None:
+            waiting = sum(prompt.remaining for prompt in prompts)
+            room = min(room, tokens_of_least_wait(overhead, waiting, self._rules.tile_tokens))
         reserved = min(first.remaining, -(-room // _SHARE_OF_FIRST))
         left = room - reserved
         shares = [0] * len(prompts)
-        order = sorted((not _is_resumed(prompt), prompt.remaining, place) for place, prompt in enumerate(prompts))
-        for _, _, place in order:
+        order = sorted((not _is_resumed(p), p.job.priority, p.remaining, place) for place, p in enumerate(prompts))
+        for *_, place in order:
             if place and left < 1:
                 continue
             prompt = prompts[place]
@@ -912,17 +916,20 @@ class CountingEngine:
         if not decodes:
             return most
         begins = now + sum(self._predictor.predict(_work(plan)) for plan in self._unread)
-        slack = float("inf")
+        adds_up = rules.tbt_deadlines is TbtDeadlines.CUMULATIVE
+        slack = float("inf") if adds_up else target
         kv_tokens = self._context - len(self._active) + next((j.computed for j in self._prefilling if j.computed), 0)
         dues = self._dues
         while dues and dues[0][2] != dues[0][3].epoch:
             heapq.heappop(dues)
-        if dues:
+        if dues and adds_up:
             slack = dues[0][0] + self._steps * target - begins
         ending = (job for plan in self._unread for job in plan.finished if job in self._running)
         for job in itertools.chain(self._ready, self._stalled, ending):
             kv_tokens += job.computed
             first = job.stream.first_at
+            if not adds_up:
+                continue
             slack = min(slack, (begins if first is None else first) + job.sampled * target - begins)
         budget = self._predictor.budget(slack, decodes, kv_tokens, rules.tile_tokens, most)
         return max(budget, min(most, decodes + 1))

@@ -56,6 +56,7 @@ class ExactEngine:
         self._seats = seats(rules)
         self._scheduler = Scheduler(self._config(rules), BlockPool(self._total + 1, self._block), frozenset())
         self._scheduler.predictor = predictor
+        self._scheduler.prompt_overhead_tokens = predictor.overhead_tokens
         self._strategies: dict[scheduler_config.Batching, Strategy] = {}
         self._jobs: dict[Sequence, Job] = {}
         self._steps: dict[int, tuple[Step, tuple[Sequence, ...], set[Sequence]]] = {}  # and whose rows are chunks
@@ -85,6 +86,8 @@ class ExactEngine:
             preemption=PreemptionMode.RECOMPUTE,
             token_budget=TokenBudget.AUTO if by_slack and cuts_prompts(rules) else TokenBudget.FIXED,
             tbt_target_seconds=rules.tbt_target_seconds,
+            tbt_deadlines=rules.tbt_deadlines,
+            quick_first_tokens=rules.quick_first_tokens,
             tile_tokens=rules.tile_tokens,
         )
 

@@ -67,6 +67,10 @@ class SimMachine(ABC):
     def settle(self, now: float) -> None:
         """Account for all steps that have ended by now."""
 
+    @abstractmethod
+    def submitted_until(self, now: float) -> float:
+        """When the device has done what it was given by the step boundary at which a message of now is heard."""
+
     def switch(self, role: Role, rules: EngineRules, now: float, done: Callable[[float], None]) -> None:
         """Take another role at the next step boundary; `done` is called then. What runs finishes here."""
         self._new_role = (role, rules)
@@ -166,6 +170,21 @@ class StepMachine(SimMachine):
             self._advance(plan, done, self._began + seconds, seconds)
             self._began += seconds
             self._run = left
+
+    def submitted_until(self, now: float) -> float:
+        """It is heard when the step that runs ends; the one behind that has been formed by then."""
+        plan, step_time = self._current, self.model.step_time
+        if plan is None:
+            return now
+        if self._run:
+            begun, _ = step_time.decode_run(plan.decodes, plan.context, now - self._began, self._run)
+            _, seconds = step_time.decode_run(plan.decodes, plan.context, float("inf"), min(begun + 1, self._run))
+        else:
+            behind = self._next
+            seconds = step_time.seconds(plan.chunks, plan.decodes, plan.context)
+            if behind is not None:
+                seconds += step_time.seconds(behind.chunks, behind.decodes, behind.context)
+        return self._began + seconds
 
     def _boundary(self, now: float, version: int) -> None:
         if version != self._version or self._current is None:

@@ -17,6 +17,7 @@ from poolwright.core.ledger import Entry, Ledger, ReturnRule
 from poolwright.core.machine import Machine, Move
 from poolwright.core.pricing import MachinePrices
 from poolwright.core.reading import LiveReading
+from poolwright.core.routes import every_gap_counts
 from poolwright.core.routing import NoMachine, RoutingRequest, Targets, choose
 from poolwright.core.spec import MachineClass, Metric, Objective, PolicySpec
 from poolwright.core.split import starting_split
@@ -34,6 +35,7 @@ from poolwright.sim.policy import (
 from poolwright.sim.prefix import shared_keys
 from poolwright.sim.request import Arrival
 from poolwright.sim.step_fit import prices
+from poolwright_engine.scheduling.scheduler_config import TbtDeadlines
 from poolwright_protocol.roles import Role
 
 SOURCE = "Poolwright's own core: what its routers and its controller run"
@@ -61,6 +63,8 @@ class Options:
     live: bool = True
     affinity: bool = True
     slack_budget: bool = True
+    relegate: bool = False
+    quick_first_tokens: bool = True
     planned_start: bool = True
 
 
@@ -133,11 +137,18 @@ def first_roles(setting: Setting, options: Options) -> Sequence[Role]:
     return roles
 
 
+def deadlines_of(setting: Setting) -> TbtDeadlines:
+    every_gap = every_gap_counts(setting.slo.tbt_percentile, setting.expected_output_tokens)
+    return TbtDeadlines.EACH if every_gap else TbtDeadlines.CUMULATIVE
+
+
 def _rules(setting: Setting, options: Options) -> EngineRules:
     """The same in every role: a role is a preference of the router."""
     return EngineRules(
         token_budget=None if options.slack_budget else options.step_tokens,
         tbt_target_seconds=setting.slo.tbt_seconds,
+        tbt_deadlines=deadlines_of(setting),
+        quick_first_tokens=options.quick_first_tokens,
         most_tokens=options.step_tokens,
         max_sequences=options.max_sequences,
     )
@@ -192,8 +203,9 @@ class _Control:
         )
         loads = self.ledger.loads(now)
         relegated = False
-        if self.options.admission:
-            admission, self.tally = admit(request, machines, loads, now, targets, self.tally)
+        if self.prices and (self.options.relegate or self.options.admission):
+            may_refuse = self.options.admission
+            admission, self.tally = admit(request, machines, loads, now, targets, self.tally, may_refuse=may_refuse)
             if admission.verdict is Verdict.REJECT:
                 return Refusal(admission.reason.value, admission.retry_after_seconds)
             relegated = admission.verdict is Verdict.RELEGATE
@@ -206,7 +218,7 @@ class _Control:
         if stale is not None:
             stale.close()
         self.entries[arrival.number] = self.ledger.begin(
-            choice, arrival.prompt_tokens, now, cached, arrival.expected_output_tokens
+            choice, arrival.prompt_tokens, now, cached, arrival.expected_output_tokens, relegated
         )
         if self.options.affinity and arrival.prefix:
             keys = shared_keys(arrival, arrival.prefix_block_tokens)

@@ -101,6 +101,9 @@ class PipelinedMachine(SimMachine):
     def settle(self, now: float) -> None:
         """Every step is accounted for when it ends."""
 
+    def submitted_until(self, now: float) -> float:
+        return max(now, self._free_at[-1])
+
     def _pump(self, now: float, version: int) -> None:
         """Let the lanes that are ready into the first stage, one after the other."""
         if version != self._version or self._pumping:

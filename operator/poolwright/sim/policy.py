@@ -10,19 +10,22 @@ from typing import Protocol
 from poolwright.core.reading import MetricsReading
 from poolwright.sim.request import Arrival
 from poolwright.sim.step_time import MachineModel
-from poolwright_engine.scheduling.scheduler_config import Batching
+from poolwright_engine.scheduling.scheduler_config import Batching, TbtDeadlines
 from poolwright_protocol.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRules:
-    """`token_budget`: tokens of one step, decodes included; None: by slack under `tbt_target_seconds`, never above
-    `most_tokens`, in multiples of `tile_tokens`. A batching that cuts no prompt takes the first in line whole, however
-    long it is. `max_prefill_tokens`: the bound on prompt tokens in a step that a controller sends with a role."""
+    """`token_budget`: tokens of one step, decodes included; None: by slack under `tbt_target_seconds`, counted as
+    `tbt_deadlines` says, never above `most_tokens`, in multiples of `tile_tokens`. A batching that cuts no prompt takes
+    the first in line whole, however long it is. `max_prefill_tokens`: the bound on prompt tokens in a step that a
+    controller sends with a role."""
 
     batching: Batching = Batching.SARATHI
     token_budget: int | None = 2048
     tbt_target_seconds: float | None = None
+    tbt_deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
+    quick_first_tokens: bool = False
     most_tokens: int = 8192
     max_sequences: int = 256
     tile_tokens: int = 64

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from poolwright.sim import data_files
 from poolwright.sim.step_time import Chunk, MachineModel
 from poolwright_protocol.kv import KVShape
+from poolwright_protocol.least_squares import cost_weights
 from poolwright_protocol.step_time import StepProfile, profile_from_document
 
 Array = NDArray[np.float64]
@@ -101,7 +102,9 @@ class DecodeTable:
         i = int(np.clip(np.searchsorted(self.batches, decodes) - 1, 0, len(self.batches) - 2))
         low, high = float(self.batches[i]), float(self.batches[i + 1])
         share = max(0.0, (decodes - low) / (high - low))
-        result: Array = table[i] + share * (table[i + 1] - table[i])
+        more = table[i + 1] - table[i]
+        # Beyond what was measured, where the last kernels did more decodes in less time, no more of that is promised.
+        result: Array = table[i] + min(share, 1.0) * more + max(share - 1.0, 0.0) * np.maximum(more, 0.0)
         return result
 
 
@@ -440,25 +443,15 @@ def _splitwise_parts(rows: Sequence[Mapping[str, str]], mixed: Mixed) -> Parts:
 
 
 def splitwise_decode_line(rows: Sequence[Mapping[str, str]]) -> DecodeLine:
-    """Least squares of relative errors. A row's token time is the mean over a run whose context grows from its prompt
-    by its output."""
-    features, seconds = [], []
+    """A row's token time is the mean over a run whose context grows from its prompt by its output."""
+    measured = []
     for row in rows:
         batch, prompt, output = (int(row[key]) for key in ("batch_size", "prompt_size", "token_size"))
         if row["tensor_parallel"] == "2" and batch == 64:
             continue
-        features.append((1.0, batch, batch * (prompt + output / 2)))
-        seconds.append(float(row["token_time"]) * 1e-3)
-    x, y = np.array(features), np.array(seconds)
-    used = [0, 1, 2]
-    while True:
-        weights = np.zeros(3)
-        weights[used] = np.linalg.lstsq(x[:, used] / y[:, None], np.ones(len(y)), rcond=None)[0]
-        # More work never takes less: a part that noise made negative is left out.
-        negative = [i for i in used if weights[i] < 0]
-        if not negative:
-            return DecodeLine(*weights.tolist())
-        used = [i for i in used if i not in negative]
+        features = (1.0, float(batch), batch * (prompt + output / 2))
+        measured.append((features, float(row["token_time"]) * 1e-3))
+    return DecodeLine(*cost_weights(measured))
 
 
 _REGIME = 95  # decodes from which on DistServe's second set of coefficients holds

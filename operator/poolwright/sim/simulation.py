@@ -1,7 +1,8 @@
 """A run of one policy on one trace: arrivals, routing, hand-offs, moves and losses in time, and what became of each.
 
 Everything that decides is a policy's or an engine's; here is only what happens when. The same arguments give the same
-outcome. Tokens reach their client as their step ends; a message between processes takes `Network.message_seconds`.
+outcome. Tokens reach their client `Network.client_seconds` after their step; a message between processes takes
+`Network.message_seconds`.
 """
 
 import bisect
@@ -81,6 +82,7 @@ class _Flight:
         "prompt",
         "prompt_done",
         "prompt_machine",
+        "readable_at",
         "refused",
         "request",
         "restarts",
@@ -106,6 +108,7 @@ class _Flight:
         self.token_machine: SimMachine | None = None
         self.prompt_machine: SimMachine | None = None
         self.granted = False
+        self.readable_at = 0.0  # from when on its KV may leave, once granted
         self.prompt_done = False
         self.kv_at = 0.0
         self.unsent: list[tuple[int, float, float]] = []  # tokens, begin and end of their step
@@ -209,13 +212,14 @@ class _Simulation:
         stream, request = flight.stream, flight.request
         if not flight.done and flight.answer is not None and flight.token_machine is not None:
             flight.token_machine.engine.lose(flight.answer)
+        way = self._network.client_seconds
         return RequestOutcome(
             number=request.number,
             arrival_seconds=request.arrival_seconds,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens,
-            first_token_seconds=stream.first_at,
-            finished_seconds=flight.finished_at,
+            first_token_seconds=None if stream.first_at is None else stream.first_at + way,
+            finished_seconds=None if flight.finished_at is None else flight.finished_at + way,
             gaps=Gaps(stream.pieces),
             refused=flight.refused,
             prompt_uid=flight.prompt_machine.uid if flight.prompt_machine else None,
@@ -339,6 +343,8 @@ class _Simulation:
         flight, job = what
         if flight.answer is job and flight.prompt is not None and flight.prompt_machine is not None:
             flight.granted = True
+            behind_steps = self._network.reads_behind_steps
+            flight.readable_at = flight.prompt_machine.submitted_until(now) if behind_steps else now
             flight.prompt_machine.engine.granted_to_peer(flight.prompt)
             self._send(now, flight)
 
@@ -361,8 +367,8 @@ class _Simulation:
         for tokens, began, ended in flight.unsent:
             num_bytes = tokens * prompt.model.kv_bytes_per_token
             self._moved_bytes += num_bytes
-            late = max(began, now if ended < now else began)
-            flight.kv_at = send(self._network, prompt.egress, token.ingress, num_bytes, late, ended, layered)
+            begun_at, ended_at = max(began, flight.readable_at), max(ended, flight.readable_at)
+            flight.kv_at = send(self._network, prompt.egress, token.ingress, num_bytes, begun_at, ended_at, layered)
         flight.unsent = []
         if flight.prompt_done:
             self._put(max(now, flight.kv_at), self._arrived, (flight, flight.answer))

@@ -4,15 +4,14 @@ A profile is lines by definition; here the table is measured at points, as `pool
 machine. Weights are never negative: a step never costs less for more work.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import lsq_linear
 
 from poolwright.core.pricing import MachinePrices
 from poolwright.sim.step_time import Chunk, MachineModel, StepTime
 from poolwright_engine.scheduling.budget import StepPredictor, StepWork
+from poolwright_protocol.least_squares import cost_weights
 from poolwright_protocol.step_time import StepCost, StepProfile
 
 _DECODES = (1, 4, 16, 64, 128, 256)
@@ -25,11 +24,13 @@ _BESIDE = ((0, 0), (16, 1024), (64, 1024))  # decodes, and the context of each
 @dataclass(frozen=True, slots=True)
 class StepFit:
     """`pair_seconds`: attention of a prompt token to one before it, as far as the table shows it apart. `engine`: the
-    same without that part, which an engine's own predictor does not have."""
+    same without that part, which an engine's own predictor does not have, and `engine_margin` the most by which a step
+    of the table exceeds it."""
 
     profile: StepProfile
     pair_seconds: float
     engine: StepProfile
+    engine_margin: float
 
 
 def fit(step_time: StepTime) -> StepFit:
@@ -52,23 +53,16 @@ def fit(step_time: StepTime) -> StepFit:
         for start in _STARTS
         for decodes, context in _BESIDE
     ]
-    decode = StepCost(*_weights(decode_rows))
-    fixed, token, kv_token, pair = _weights(mixed_rows)
+    decode = StepCost(*cost_weights(decode_rows))
+    fixed, token, kv_token, pair = cost_weights(mixed_rows)
     without_pairs = [(features[:3], seconds) for features, seconds in mixed_rows]
+    engine = cost_weights(without_pairs)
     return StepFit(
         StepProfile(decode, StepCost(fixed, token, kv_token)),
         pair,
-        StepProfile(decode, StepCost(*_weights(without_pairs))),
+        StepProfile(decode, StepCost(*engine)),
+        max(seconds / float(np.dot(features, engine)) for features, seconds in without_pairs),
     )
-
-
-def _weights(rows: Sequence[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
-    """Least squares on the relative error."""
-    scaled = np.array([[feature / seconds for feature in features] for features, seconds in rows])
-    largest = scaled.max(axis=0)
-    largest[largest == 0] = 1.0
-    found = lsq_linear(scaled / largest, np.ones(len(rows)), bounds=(0, np.inf), method="bvls", tol=1e-14)
-    return tuple(float(weight) for weight in np.maximum(0.0, found.x) / largest)
 
 
 def prices(model: MachineModel, *, step_tokens: int = 2048, most_streams: int = 256) -> MachinePrices:
@@ -88,7 +82,8 @@ class FixedPredictor(StepPredictor):
     measurement."""
 
     def __init__(self, step_time: StepTime) -> None:
-        super().__init__(fit(step_time).engine)
+        fitted = fit(step_time)
+        super().__init__(fitted.engine, fitted.engine_margin)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Nothing that the table does not say already."""

@@ -79,6 +79,44 @@ def test_the_second_token_carries_the_transfer_and_the_first_does_not() -> None:
     assert slow.gaps[1][0] == pytest.approx(quick.gaps[1][0])
 
 
+def test_what_lies_between_a_step_and_its_client_delays_first_and_last_token_and_no_gap() -> None:
+    near, far = (
+        play([P, T], trace(Request(0, 0.0, 400, 5)), Conditions(network=Network(1e9, client_seconds=way))).requests[0]
+        for way in (0.0, 0.25)
+    )
+    assert far.ttft_seconds == pytest.approx((near.ttft_seconds or 0.0) + 0.25)
+    assert far.finished_seconds == pytest.approx((near.finished_seconds or 0.0) + 0.25)
+    assert list(far.gaps) == list(near.gaps)
+
+
+def test_kv_is_read_behind_the_step_that_was_formed_before_its_place_was_known() -> None:
+    """Two prompts of a whole step wait while a short one is computed: the first one's step begins, and the second's is
+    submitted behind it, before the machine that decodes says where the KV shall go."""
+    given = trace(Request(0, 0.0, 64, 1), Request(1, 0.005, 2048, 2), Request(2, 0.005, 2048, 2))
+
+    def second_gap(number: int, behind: bool) -> float:
+        network = Network(1e12, serial_below_tokens=1 << 30, reads_behind_steps=behind)
+        return play([P, T], given, Conditions(network=network)).requests[number].gaps[0][0]
+
+    step = MODEL.step_time.seconds((Chunk(0, 2048),), 0, 0)
+    assert second_gap(1, behind=True) - second_gap(1, behind=False) == pytest.approx(step, abs=2e-3)
+    assert second_gap(2, behind=True) == pytest.approx(second_gap(2, behind=False), abs=0.2 * step)  # nothing behind it
+
+
+def test_kv_does_not_leave_before_its_place_is_known() -> None:
+    """The machine that decodes takes 0.21 s a step, and looks at what it is asked between two; a prompt is done in
+    0.01 s, and its KV under way for 0.26 s. The second request's place is known when the first step ends."""
+    model = machine_model(step_time=LinearStepTime(decode_seconds=0.2))
+    given = trace(Request(0, 0.0, 20, 9), Request(1, 0.3, 20, 2))
+    first, second = play([P, T], given, Conditions(network=Network(1e7)), model=model).requests
+    transfer = 20 * model.kv_bytes_per_token / 1e7
+    known_at = (first.first_token_seconds or 0.0) + first.gaps[0][0]
+    finished_at = second.finished_seconds or 0.0
+    assert second.first_token_seconds == pytest.approx(0.312, abs=0.002)
+    assert known_at == pytest.approx(0.486, abs=0.002)
+    assert finished_at > known_at + transfer + 2 * 0.21  # the steps under way and planned by then, and its own
+
+
 def test_kv_of_a_long_prompt_leaves_beside_the_computation() -> None:
     rate = 400 * MODEL.kv_bytes_per_token / 0.02  # 20 ms for what is computed in 26 ms
 

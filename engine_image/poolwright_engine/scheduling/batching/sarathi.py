@@ -1,10 +1,10 @@
 """Sarathi-Serve's Algorithm 3 (OSDI 2024): decodes first, then chunks of prompts, under one token budget.
 
 No running decode ever waits for a prefill. What the decodes leave goes to prompts in flight and new ones, shared so
-that neither a huge prompt nor a stream of short ones starves the other:
+that neither a huge prompt nor a stream of short ones starves the other. Of what is left:
 
 - a quarter belongs to the prompt first in line (by admission, then by arrival);
-- the rest goes to whoever needs least, ties in line, after those who come back from a preemption;
+- the rest goes to whoever needs least, ties in line, after those who come back from a preemption, and by rank;
 - what that leaves over goes to the first in line.
 
 So a prompt waits for no more than the prompts that need less than it, at three quarters of the prefill rate; and
@@ -30,11 +30,16 @@ class Sarathi:
         """In line; those who get nothing are left out."""
         if not prompts:
             return []
-        room, first = batch.room_for_prefill, prompts[0]
+        room, first = scheduler.room_for(batch, prompts), prompts[0]
         reserved = min(first.remaining, -(-room // _SHARE_OF_FIRST)) if len(prompts) > 1 else 0
         left = room - reserved
         shares: dict[int, int] = {}
-        for place, prompt in sorted(enumerate(prompts), key=lambda e: (not e[1].is_resumed, e[1].remaining)):
+
+        def turn(entry: tuple[int, "Prompt"]) -> tuple[bool, tuple[bool, int], int]:
+            prompt = entry[1]
+            return not prompt.is_resumed, scheduler.rank(prompt.sequence), prompt.remaining
+
+        for place, prompt in sorted(enumerate(prompts), key=turn):
             own = reserved if place == 0 else 0
             tokens = scheduler.piece(batch, prompt, left + own)
             if place and tokens < min(prompt.remaining, scheduler.blocks.block_size):
