@@ -57,7 +57,8 @@ def run(config: EngineConfig, requests: Path, answers: Path, cost_per_hour: floa
 
 
 def _say_what_is_left(written: "_Answers", total: int) -> None:
-    say(f"Cut off: {written.count} of {total} requests are answered; the same command goes on from there")
+    # Counted in the file: a signal may have come between a line and the count of it.
+    say(f"Cut off: {written.lines_in_file()} of {total} requests are answered; the same command goes on from there")
 
 
 def read_requests(file: Path) -> Iterator[Line]:
@@ -130,6 +131,10 @@ class _Answers:
         if time.monotonic() - self._synced >= _SYNC_SECONDS:
             os.fsync(self._file)
             self._synced = time.monotonic()
+
+    def lines_in_file(self) -> int:
+        with self._path.open("rb") as lines:
+            return sum(text.endswith(b"\n") for text in lines)
 
     def _take_up(self) -> None:
         end = 0
