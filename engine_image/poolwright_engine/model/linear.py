@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,7 +37,7 @@ _PART_WEIGHTS = 2**26  # of a part, at most about so many, as long as it has a p
 _MOST_ROUNDS = 8
 _SURE_ROUNDS = 3  # of a bucket that is not too large, whatever time is left
 _SAMPLE_MULTIPLICATIONS = 2**30  # a bucket whose one product takes more is not measured
-_SURE_MULTIPLICATIONS = 2**33
+_SURE_MULTIPLICATIONS = 2**31
 _TINY = 1e-12  # a scale of what is all zero
 _FINE_STEPS = 254  # of one level: what rounding leaves out is at most half a level
 _INT4_GROUP = 32
@@ -302,7 +302,7 @@ class Choice:
 
 def choose_forms(products: Iterable[Linear], form: str = AUTO, limit_seconds: float = 3.0) -> tuple[Choice, ...]:
     """Settles, once, the form of every product: `form`, or the fastest by a measurement on the calling thread that
-    takes about `limit_seconds`, and a little more where that is what a comparison needs. `products` are in the order in
+    takes about `limit_seconds`, and up to twice that where a comparison needs it. `products` are in the order in
     which a model makes them. Their weights are moved to huge pages as far as the system has any.
 
     The choice holds for the life of the process, so a token does not depend on when it was computed.
@@ -338,8 +338,9 @@ def _measure(products: Sequence[Linear], limit_seconds: float) -> Mapping[_Shape
     """Microseconds of a product by shape, bucket and form; of a bucket that is not worth its time, none.
 
     As in a step, products of all shapes follow each other and each weight was not read for long: forms take turns over
-    parts of the model that move on, and a form that is best on weights in a cache may be the slowest on others. Of
-    several rounds the least counts, so that what else runs on the machine falls on all forms alike.
+    parts of the model that move on, and a form that is best on weights in a cache may be the slowest on others. Each
+    product is timed by itself, and of all its times a form counts by the lower quartile: a product is shorter than the
+    time that a scheduler gives to what else runs on the machine, so most of those are undisturbed.
     """
     if not products or limit_seconds <= 0:
         return {}
@@ -348,7 +349,7 @@ def _measure(products: Sequence[Linear], limit_seconds: float) -> Mapping[_Shape
     packed = {}
     if torch.backends.mkldnn.is_available():
         packed = {product: product._pack() for product in parts[0]}
-    results = {shape: tuple[dict[Form, float], ...]({} for _ in ROW_BOUNDS) for shape in groups}
+    seen: dict[_Shape, list[dict[Form, list[float]]]] = {shape: [{} for _ in ROW_BOUNDS] for shape in groups}
     began = time.perf_counter()
     turns = itertools.cycle(parts)
     for bucket, rows in enumerate(ROW_BOUNDS):
@@ -359,15 +360,18 @@ def _measure(products: Sequence[Linear], limit_seconds: float) -> Mapping[_Shape
         forms += [Form.BLOCKS] if rows in _BLOCK_ROWS else []
         forms += [Form.PACKED] if packed else []
         for count in range(_MOST_ROUNDS):
-            if count >= sure and time.perf_counter() > deadline:
+            late = time.perf_counter() - began > 2 * limit_seconds
+            if late or (count >= sure and time.perf_counter() > deadline):
                 break
             for form in forms:
                 part = parts[0] if form is Form.PACKED else next(turns)
-                for shape, micros in _microseconds(part, rows, form, packed).items():
+                for shape, micros in _microseconds(part, rows, form, packed):
                     if count:  # the first round makes what the others reuse
-                        of_bucket = results[shape][bucket]
-                        of_bucket[form] = min(micros, of_bucket.get(form, math.inf))
-    return results
+                        seen[shape][bucket].setdefault(form, []).append(micros)
+    return {
+        shape: tuple({form: sorted(times)[len(times) // 4] for form, times in b.items()} for b in buckets)
+        for shape, buckets in seen.items()
+    }
 
 
 def _parts(products: Sequence[Linear], groups: Mapping[_Shape, Sequence[Linear]]) -> list[list[Linear]]:
@@ -386,10 +390,9 @@ def _parts(products: Sequence[Linear], groups: Mapping[_Shape, Sequence[Linear]]
 
 def _microseconds(
     part: Sequence[Linear], rows: int, form: Form, packed: Mapping[Linear, Tensor]
-) -> dict[_Shape, float]:
-    """The mean of a product of each shape, of those that are not too large for so many rows."""
+) -> Iterator[tuple[_Shape, float]]:
+    """Of each product that is not too large for so many rows."""
     inputs = {(p.in_features, p.dtype): torch.full((rows, p.in_features), 0.01, dtype=p.dtype) for p in part}
-    sums: dict[_Shape, list[float]] = {}
     for product in part:
         if rows * product.size > _SAMPLE_MULTIPLICATIONS:
             continue
@@ -399,9 +402,7 @@ def _microseconds(
             _packed_product(x, packed[product], None)
         else:
             _STORED[form](product, x)
-        seconds = time.perf_counter() - began
-        sums.setdefault((product.out_features, product.in_features, product.dtype), []).append(seconds)
-    return {shape: sum(times) / len(times) * 1e6 for shape, times in sums.items()}
+        yield (product.out_features, product.in_features, product.dtype), (time.perf_counter() - began) * 1e6
 
 
 def fastest(times: Sequence[dict[Form, float]]) -> tuple[Form, ...]:

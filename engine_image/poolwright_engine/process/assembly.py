@@ -263,9 +263,7 @@ def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = 
             token_budget=config.token_budget,
             tbt_target_seconds=None if target is None else target / 1000,
             tbt_deadlines=config.tbt_deadlines,
-            quick_first_tokens=config.usage is Usage.SERVER
-            if config.quick_first_tokens is None
-            else config.quick_first_tokens,
+            quick_first_tokens=config.quick_first_tokens,
             tile_tokens=TILE_TOKENS,
             step_profile=parts.step_profile,
             max_step_seconds=parts.plan.max_step_seconds,

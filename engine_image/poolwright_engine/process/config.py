@@ -113,7 +113,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     token_budget: TokenBudget = TokenBudget.FIXED
     tbt_target_milliseconds: float | None = None
-    quick_first_tokens: bool | None = None
+    quick_first_tokens: bool = False
     tbt_deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
     step_profile: str | None = None
     max_num_seqs: int | None = None

@@ -311,8 +311,9 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quick-first-tokens",
         action=argparse.BooleanOptionalAction,
-        help="prompts that wait together share steps of the size that lets them wait least on average, rather than "
-        "steps as large as the budget (default: yes serving, no offline)",
+        default=False,
+        help="prompts that come together share steps of the size that lets them wait least on average, rather than "
+        "steps as large as the budget; near its capacity a machine does less then (default: off)",
     )
     group.add_argument(
         "--tbt-deadlines",

@@ -64,7 +64,7 @@ class Options:
     affinity: bool = True
     slack_budget: bool = True
     relegate: bool = False
-    quick_first_tokens: bool = True
+    quick_first_tokens: bool = False
     planned_start: bool = True
 
 
