@@ -27,9 +27,8 @@ from typing import Protocol, TypeVar
 from poolwright_engine.loop.engine import EngineStats, Heartbeat, Refused, RoleRefused
 from poolwright_engine.loop.observer import Observer
 from poolwright_engine.scheduling.blocks import BlockPool
-from poolwright_engine.scheduling.budget import StepWork
 from poolwright_engine.scheduling.runner import Handle, ModelRunner, Step, StepResult
-from poolwright_engine.scheduling.scheduler import Decision, Scheduler
+from poolwright_engine.scheduling.scheduler import Decision, Scheduler, work_of
 from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
 from poolwright_engine.scheduling.sequence import (
     FinishReason,
@@ -613,10 +612,9 @@ class EngineLoop:
             self._outbox.append((tenant, output))
             if sequence.state is SequenceState.FINISHED:
                 self._forget(sequence)
-        num_tokens, num_prefill = flight.step.num_tokens, flight.num_prefill_tokens
-        self.observer.step(num_tokens, num_prefill, result.busy_seconds)
-        kv_tokens = sum(row.start + row.length for row in flight.step.rows)
-        self._step_times.observe(StepWork(num_tokens, kv_tokens, num_prefill > 0), result.busy_seconds)
+        work = work_of(flight.step, flight.num_prefill_tokens > 0)
+        self.observer.step(work.tokens, flight.num_prefill_tokens, result.busy_seconds)
+        self._step_times.observe(work, result.busy_seconds)
         now = time.monotonic()
         if now >= self._fitted_seconds + _FIT_SECONDS:
             self._fitted_seconds = now

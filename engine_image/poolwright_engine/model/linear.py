@@ -96,6 +96,10 @@ class Linear:
         return self.weight.data_ptr(), self.weight.nbytes
 
     @property
+    def shape(self) -> _Shape:
+        return self.out_features, self.in_features, self.dtype
+
+    @property
     def size(self) -> int:
         """Multiplications of one row."""
         return int(self.out_features * self.in_features)
@@ -123,7 +127,7 @@ class Linear:
         return y if self.bias is None else y.add_(self.bias)
 
     def _filled(self, x: Tensor) -> Tensor:
-        y = _filled_product(x, self._weight)
+        y = _filled_product(x, self.weight)
         return y if self.bias is None else y.add_(self.bias)
 
     def _blocks(self, x: Tensor) -> Tensor:
@@ -262,7 +266,7 @@ def _no_rows(x: Tensor, out_features: int) -> Tensor:
     return x.new_empty(0, out_features)
 
 
-def _filled_product(x: Tensor, weight: Tensor | None) -> Tensor:
+def _filled_product(x: Tensor, weight: Tensor) -> Tensor:
     rows, features = x.shape
     full = x.new_zeros(-(-rows // _FULL_ROWS) * _FULL_ROWS, features)
     full[:rows] = x
@@ -330,7 +334,7 @@ def choose_forms(products: Iterable[Linear], form: str = AUTO, limit_seconds: fl
 def _by_shape(products: Iterable[Linear]) -> dict[_Shape, list[Linear]]:
     groups: dict[_Shape, list[Linear]] = {}
     for product in products:
-        groups.setdefault((product.out_features, product.in_features, product.dtype), []).append(product)
+        groups.setdefault(product.shape, []).append(product)
     return groups
 
 
@@ -402,7 +406,7 @@ def _microseconds(
             _packed_product(x, packed[product], None)
         else:
             _STORED[form](product, x)
-        yield (product.out_features, product.in_features, product.dtype), (time.perf_counter() - began) * 1e6
+        yield product.shape, (time.perf_counter() - began) * 1e6
 
 
 def fastest(times: Sequence[dict[Form, float]]) -> tuple[Form, ...]:

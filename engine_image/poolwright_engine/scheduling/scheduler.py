@@ -321,7 +321,7 @@ class Scheduler:
         if len(result.token_ids) != len(sequences) or len(result.logprobs) != len(sequences):
             raise ValueError(f"step {step.number} of {len(sequences)} rows came back with another number")
         if self._wants_step_times:
-            self.predictor.observe(_work(step, has_prefill), result.busy_seconds)
+            self.predictor.observe(work_of(step, has_prefill), result.busy_seconds)
         if self.pace is not None and has_prefill:
             pairs = sum(visible_keys(row.start, row.length) for row in step.rows)
             self.pace.observe(step.num_tokens, pairs, result.busy_seconds)
@@ -749,7 +749,9 @@ class Scheduler:
             return most
         adds_up = self.config.tbt_deadlines is TbtDeadlines.CUMULATIVE
         slack, decodes, kv_tokens, first_prompt = float("inf") if adds_up else target, 0, 0, 0
-        begins = now + sum(self.predictor.predict(_work(step, has_prefill)) for step, _, has_prefill in self._in_flight)
+        begins = now + sum(
+            self.predictor.predict(work_of(step, has_prefill)) for step, _, has_prefill in self._in_flight
+        )
         for sequence in self.running:
             if sequence.is_prefilling:
                 first_prompt = first_prompt or sequence.num_computed
@@ -866,7 +868,7 @@ class Scheduler:
         return entries
 
 
-def _work(step: Step, has_prefill: bool) -> StepWork:
+def work_of(step: Step, has_prefill: bool) -> StepWork:
     tokens = kv_tokens = 0
     for row in step.rows:
         tokens += row.length

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from poolwright.core.forecast import Offered
 from poolwright.core.pricing import STEP_MARGIN, MachinePrices, Prices, split_step_seconds
+from poolwright.core.routes import every_gap_counts
 from poolwright.core.spec import Metric, PolicySpec
 from poolwright_protocol.roles import Role
 
@@ -67,11 +68,9 @@ class Demand:
         self._tbt_seconds = tbt.target_seconds if tbt else math.inf
         if not any(_streams(prices[c.name], offered, self._tbt_seconds) for c in spec.classes):
             self._tbt_seconds = math.inf  # no split meets it, so machines are counted as if it were not there
-        # The second token of a prompt computed elsewhere comes late. It counts where it is more than the share of gaps
-        # that may be over, and where nearly none may.
-        missed = 1 - tbt.percentile / 100 if tbt else 1.0
+        # The second token of a prompt computed elsewhere comes late, which may count or not.
         # Then a mixed machine, whose steps hold chunks, decodes only what it computed itself.
-        self._whole_on_mixed = missed <= _NEARLY_NONE or missed * max(1.0, offered.output_tokens - 1) < 1
+        self._whole_on_mixed = tbt is not None and every_gap_counts(tbt.percentile, offered.output_tokens)
         if self._whole_on_mixed:
             self._token_step_seconds = split_step_seconds(self._tbt_seconds)
         else:
@@ -310,7 +309,6 @@ class Demand:
 
 _PHASES = ("prompt", "token")
 _WORTH_MIXING = 0.05  # of pressure: for less, a phase keeps its machines to itself
-_NEARLY_NONE = 0.011  # of gaps over the target: a P99 or stricter
 _PLENTY = 1e9  # finite, so that no share of it is not a number
 
 
