@@ -8,7 +8,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench bench-engine bench-tables bench-published bench-agreement bench-policy gpu clean
+.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench bench-clients bench-engine bench-tables bench-published bench-agreement bench-policy gpu clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -21,7 +21,7 @@ $(VENV)/.ready: locks/dev.txt locks/cuda.txt pyproject.toml scripts/venv.sh
 demo: venv ## Serve a real small model on this machine and watch machines move (ARGS="--compare", "--keep")
 	@$(BIN)/poolwright demo $(ARGS)
 
-test: venv ## Every test that needs no GPU and is not marked long, in two sessions at once (ARGS="-k name")
+test: venv ## Every test that needs no GPU and is not marked long, in three sessions at once (ARGS="-k name")
 	@$(BIN)/python scripts/suite.py $(ARGS)
 
 test-unit: venv ## Only tests that need neither model nor cluster
@@ -60,9 +60,12 @@ cluster-down: venv ## End it, and remove what killed test runs left
 cluster-status: venv ## What runs, where its kubeconfig is, how much memory it takes
 	@PYTHONPATH=tests $(BIN)/python -m testbed status
 
-bench: venv ## Ratios measured in one run: what the router costs, what scheduling and planning cost the host
-	@for script in router_streams scheduler_cost attention_plan; do \
-	  echo "== bench/$$script.py"; $(BIN)/python bench/$$script.py $(ARGS) || exit 1; done
+bench: venv ## What the router, scheduling, planning and the policy cost the host
+	@for script in router_streams.py scheduler_cost.py attention_plan.py "policy_cost.py --hour"; do \
+	  echo "== bench/$$script"; $(BIN)/python bench/$$script $(ARGS) || exit 1; done
+
+bench-clients: venv ## `vllm bench serve` and guidellm, as their makers ship them, against this engine (installs them first)
+	@PYTHONPATH=bench $(BIN)/python bench/clients.py --install $(ARGS)
 
 bench-engine: venv ## The engine against vLLM, llama.cpp and OpenVINO on this CPU, in turns: 20 minutes, into docs/reference
 	@PYTHONPATH=bench $(BIN)/python bench/engine_vs.py --page $(ARGS)

@@ -1,11 +1,13 @@
 """Load clients that nobody here wrote, against this engine: `vllm bench serve` and guidellm. A failed request fails it.
 
-    python bench/clients.py [--url URL --model NAME --tokenizer FOLDER] [--prompts 12] [--concurrency 4] [--json FILE]
+    make bench-clients            # installs what is missing first
+    PYTHONPATH=bench python bench/clients.py [--install] [--url URL --model NAME --tokenizer FOLDER] [--prompts 12]
+        [--concurrency 4] [--require] [--json FILE]
 
-Each client runs from an environment of its own, below POOLWRIGHT_BENCH_HOME (default ~/.cache/poolwright/bench), in
-`vllm/` and `guidellm/`; one that is not there is named and left out, or with --require is a failure. Without --url an
-engine is started with the small demo model, and a keep-alive comment wherever a stream is silent for a twentieth of a
-second, so that these clients meet many. The figures are the clients', by their own definitions: `vllm bench serve`
+Each client runs from an environment of its own (`environments.py`); one that is not there is named and left out, with
+--require is a failure, and with --install is made. Where none is there it fails, since nothing was shown. Without --url
+an engine is started with the small demo model, and a keep-alive comment wherever a stream is silent for a twentieth of
+a second, so that these clients meet many. The figures are the clients', by their own definitions: `vllm bench serve`
 times the first chunk with choices, guidellm's time per output token includes the first.
 """
 
@@ -22,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import environments
 import httpx
 
 from poolwright.local.model import ensure_demo_model
 from poolwright.local.processes import free_ports
 from poolwright_engine.checkpoint.loader import load_model
 
-HOME = Path(os.environ.get("POOLWRIGHT_BENCH_HOME", "~/.cache/poolwright/bench")).expanduser()
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 16
 LIMIT_SECONDS = 900
 
@@ -53,29 +55,33 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, help="folder with the model's tokenizer")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--install", action="store_true", help="make the environments that are missing: takes minutes")
     parser.add_argument("--require", action="store_true", help="a client that is not installed is a failure")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     if options.url and not (options.model and options.tokenizer):
         parser.error("--url needs --model and --tokenizer")
-    clients = {
-        "vllm bench serve": (HOME / "vllm/bin/vllm", run_vllm),
-        "guidellm": (HOME / "guidellm/bin/guidellm", run_guidellm),
-    }
-    missing = [name for name, (program, _) in clients.items() if not program.exists()]
-    for name in missing:
-        print(f"{name}: not installed at {clients[name][0]}")
+    clients = {"vllm bench serve": ("vllm", run_vllm), "guidellm": ("guidellm", run_guidellm)}
+    if options.install:
+        for environment, _ in clients.values():
+            environments.python_of(environment)
+    missing = []
+    for client, (environment, _) in clients.items():
+        if not program_of(environment).exists():
+            print(f"{client}: not installed at {program_of(environment)}", file=sys.stderr)
+            missing.append(client)
     if len(missing) == len(clients):
-        return 1 if options.require else 0
+        print("No client is installed, so nothing was run; --install makes their environments", file=sys.stderr)
+        return 1
     load, figures, failed = Load(options.prompts, options.concurrency), {}, bool(missing) and options.require
     with tempfile.TemporaryDirectory(prefix="clients-") as name:
         folder = Path(name)
         with target_of(options, folder) as target:
-            for client, (program, run) in clients.items():
+            for client, (environment, run) in clients.items():
                 if client in missing:
                     continue
-                (folder / client.split()[0]).mkdir()
-                found = run(program, target, load, folder / client.split()[0])
+                (folder / environment).mkdir()
+                found = run(program_of(environment), target, load, folder / environment)
                 figures[client] = found
                 print(f"{client}: " + ", ".join(f"{key} {value}" for key, value in found.items()))
                 if found["failed"] or found["completed"] != load.prompts:
@@ -84,6 +90,12 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return int(failed)
+
+
+def program_of(environment: str) -> Path:
+    """Where it is installed, the client's program bears its environment's name."""
+    folder: Path = environments.cache() / environment / "bin"
+    return folder / environment
 
 
 def run_vllm(program: Path, target: Target, load: Load, folder: Path) -> dict[str, Any]:

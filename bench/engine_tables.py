@@ -55,6 +55,7 @@ STREAMS = 8
 LIMIT_SECONDS = {"stall": 220, "ablation": 330, "chunks": 100, "static": 30}
 LONG_PROMPT = 1024
 ABLATION_CHUNK = 64
+ABLATION_TURNS = 2
 
 Table = list[dict[str, object]]
 
@@ -300,7 +301,8 @@ def drawn(lengths: Lengths, count: int, scale: int, seed: int) -> list[Stream]:
 
 
 async def ablation(lab: Lab, quick: bool) -> Table:
-    """Poisson arrivals, the same for all systems, as many as fit into the time; the machine is busy, not drowned."""
+    """Poisson arrivals, the same for all systems, as many as fit into the time; the machine is busy, not drowned. What
+    the turns of a system measure counts together."""
     scale, budget = (32 if quick else 16), ABLATION_CHUNK
     systems: tuple[tuple[str, Batching, int, Callable[[], Strategy] | None], ...] = (
         ("hybrid only", Batching.ORCA, MAX_MODEL_LEN, None),
@@ -312,29 +314,34 @@ async def ablation(lab: Lab, quick: bool) -> Table:
     for lengths in DATA_SETS:
         lab.say(f"ablation: {lengths.name}, how much this machine can do")
         rate = await _rate(lab, lengths, scale)
-        count = 6 if quick else max(12, min(48, int(rate * LIMIT_SECONDS["ablation"] / 9)))
-        for name, batching, tokens, make in systems:
-            lab.say(f"ablation: {lengths.name}, {name}: {count} requests, {rate:.2f} a second")
-            rng, at, counts = random.Random(7), 0.0, Counts()
-            streams = drawn(lengths, count, scale, seed=11)
-            async with lab.engine(batching, tokens, counts, make() if make else None) as engine:
-                tasks = []
-                for number, stream in enumerate(streams):
-                    tasks.append(asyncio.create_task(run(engine, stream, number, at)))
-                    at += rng.expovariate(rate)
-                await asyncio.gather(*tasks)
+        count = 6 if quick else max(8, min(24, int(rate * LIMIT_SECONDS["ablation"] / 9 / ABLATION_TURNS)))
+        served: dict[str, list[Stream]] = {name: [] for name, *_ in systems}
+        counted = {name: Counts() for name in served}
+        for turn in range(1 if quick else ABLATION_TURNS):
+            for name, batching, tokens, make in systems if turn % 2 == 0 else reversed(systems):
+                lab.say(f"ablation, turn {turn + 1}: {lengths.name}, {name}: {count} requests, {rate:.2f} a second")
+                rng, at = random.Random(7 + turn), 0.0
+                streams = drawn(lengths, count, scale, seed=11 + turn)
+                async with lab.engine(batching, tokens, counted[name], make() if make else None) as engine:
+                    tasks = []
+                    for number, stream in enumerate(streams):
+                        tasks.append(asyncio.create_task(run(engine, stream, number, at)))
+                        at += rng.expovariate(rate)
+                    await asyncio.gather(*tasks)
+                served[name] += streams
+        for name, streams in served.items():
             gaps = sorted(gap for stream in streams for gap in stream.gaps)
             rows.append(
                 {
                     "lengths": lengths.name,
                     "system": name,
-                    "requests": count,
+                    "requests": len(streams),
                     "prompt_tokens": sum(stream.prompt for stream in streams),
                     "output_tokens": sum(stream.output for stream in streams),
                     "requests_per_second": rate,
                     "ttft_p50_s": statistics.median(stream.ttft for stream in streams),
                     "tbt_p99_s": gaps[math.ceil(0.99 * len(gaps)) - 1],
-                    "mfu": lab.mfu(streams, counts.busy_seconds),
+                    "mfu": lab.mfu(streams, counted[name].busy_seconds),
                 }
             )
     return rows
@@ -366,8 +373,8 @@ async def chunks(lab: Lab, quick: bool) -> Table:
                 seconds = 0.0
                 for start in range(0, prompt, size):
                     length = min(size, prompt - start)
-                    row = Row(0, start, length, ids[start : start + length], table, start + length == prompt, params)
-                    result = await asyncio.wrap_future(runner.submit(Step(0, (row,))))
+                    row = Row(0, length, ids[start : start + length], table, start + length == prompt, params)
+                    result = await asyncio.wrap_future(runner.submit(Step(0, (row,), (start,))))
                     seconds += result.busy_seconds
                 best[size] = min(seconds, best.get(size, math.inf))
     finally:

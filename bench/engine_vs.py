@@ -182,13 +182,17 @@ class Client:
     def ask(self, url: str, load: str, seed: int) -> Served:
         prompts, at_once = self._loads[load]
         result = self._folder / "result.json"
-        arguments = [
+        common = [
             *("--backend=openai", f"--base-url={url}", f"--model={MODEL}", f"--tokenizer={smollm2_folder()}"),
             *("--dataset-name=random", f"--random-input-len={INPUT_TOKENS}", f"--random-output-len={OUTPUT_TOKENS}"),
-            *("--ignore-eos", f"--seed={seed}", f"--num-prompts={prompts}", f"--max-concurrency={at_once}"),
+            *("--ignore-eos", f"--num-prompts={prompts}", f"--max-concurrency={at_once}"),
             *("--save-result", f"--result-dir={self._folder}", "--result-filename=result.json", "--disable-tqdm"),
         ]
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            # The client draws the first prompts of one seed alike, whatever their number: loads of one seed would meet
+            # each other's in the prefix cache.
+            own_seed = (seed * len(self._loads) + list(self._loads).index(load)) * ATTEMPTS + attempt
+            arguments = [*common, f"--seed={own_seed}"]
             result.unlink(missing_ok=True)
             if self._process.stdin is None or self._process.stdout is None:
                 raise RuntimeError("the client was started without pipes")

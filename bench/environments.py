@@ -108,7 +108,7 @@ def _install_vllm(folder: Path) -> None:
 
 
 def _pip(folder: Path, *arguments: str) -> None:
-    """With the checkout's folder of wheels, where there is one: the CPU build of torch may lie there."""
+    """With the folders of wheels beside the checkout, where there are any: the CPU build of torch may lie there."""
     links = " ".join(filter(None, (os.environ.get("PIP_FIND_LINKS"), *map(str, _wheels()))))
     environment = {**os.environ, "PIP_FIND_LINKS": links} if links else dict(os.environ)
     command = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
@@ -116,8 +116,8 @@ def _pip(folder: Path, *arguments: str) -> None:
 
 
 def _wheels() -> list[Path]:
-    folder = Path(__file__).resolve().parents[2] / "shared" / "wheels"
-    return [folder] if folder.is_dir() else []
+    around = Path(__file__).resolve().parents[2]
+    return sorted(folder for pattern in ("wheels", "*/wheels") for folder in around.glob(pattern) if folder.is_dir())
 
 
 def main() -> None:

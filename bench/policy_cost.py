@@ -1,11 +1,16 @@
-"""What the policy costs: one routing choice, one choice with a changed ledger, one decision; at 100 machines.
+"""What the policy costs: a routing choice, the same with a changed ledger, a decision; and a simulated hour.
 
-Prints medians of rounds, in microseconds of CPU time. `python bench/policy_cost.py [--machines 100] [--json FILE]`.
+    python bench/policy_cost.py [--machines 100] [--hour] [--json FILE]
+
+The first three at 100 machines, as medians of rounds, in microseconds of CPU time. `--hour`: CPU seconds of one core
+for the recorded hour of Azure's conversations on 40 machines, in the simulator's fast mode, with all machines mixed and
+with this policy; as recorded, and with every arrival eight times.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +23,12 @@ from poolwright.core.pricing import MachinePrices
 from poolwright.core.reading import HistogramIncrease, LiveReading, MetricsReading, MetricsState
 from poolwright.core.routing import Choice, RoutingRequest, Targets, choose
 from poolwright.core.spec import MachineClass, Metric, Objective, PolicySpec, PoolBounds
+from poolwright.sim.baselines.static_split import static_split
+from poolwright.sim.ours import ours
+from poolwright.sim.policy import Setting, Slo
+from poolwright.sim.profiles import machine
+from poolwright.sim.simulation import Conditions, simulate
+from poolwright.sim.traces import azure_conversation, means, scaled
 from poolwright_protocol.buckets import LATENCY_BUCKETS_SECONDS
 from poolwright_protocol.roles import Role
 from poolwright_protocol.step_time import StepCost, StepProfile
@@ -31,6 +42,7 @@ PRICES = MachinePrices(
 )
 TARGETS = Targets(1.0, 0.05)
 _ROUNDS = 200
+HOUR_MACHINE, HOUR_MACHINES, HOUR_FACTORS = "a100-llama-70b-tp4", 40, (1, 8)
 
 
 def machines(count: int) -> list[Machine]:
@@ -104,12 +116,30 @@ def measure(count: int) -> dict[str, float]:
     }
 
 
+def hour() -> dict[str, float]:
+    """CPU seconds by load and policy: as recorded, and with every arrival so many times that the machines are busy."""
+    found: dict[str, float] = {}
+    model = machine(HOUR_MACHINE)
+    for factor in HOUR_FACTORS:
+        trace = scaled(azure_conversation(), factor, seed=0)
+        mean = means(trace)
+        given = mean.prompt_tokens, mean.output_tokens, mean.requests_per_second
+        setting = Setting(Slo(2.0, 0.1), [model] * HOUR_MACHINES, 25e9, *given)
+        for name, policy in (("mixed", static_split(0, 0, HOUR_MACHINES)), ("ours", ours())):
+            start = time.process_time()
+            simulate(policy, trace, setting, Conditions(), seed=0)
+            found[f"hour_x{factor}_{name}_s"] = time.process_time() - start
+            print(f"  {len(trace)} requests, {name}", file=sys.stderr, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=100)
+    parser.add_argument("--hour", action="store_true", help="simulate the hour too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure(options.machines)
+    found = measure(options.machines) | (hour() if options.hour else {})
     for name, value in found.items():
         print(f"{name:24} {value:8.1f}")
     if options.json:

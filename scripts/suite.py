@@ -1,9 +1,9 @@
-"""The default suite as two sessions of pytest at once: `python scripts/suite.py [arguments of pytest]`.
+"""The default suite as three sessions of pytest at once: `python scripts/suite.py [arguments of pytest]`.
 
-Most tests compute on one thread, or wait for a process that does, so one session alone leaves a core idle. One session
-has the contracts, which start processes and talk to them; the other has all else, the tests on a cluster last. Those
-marked `node` measure, and wait until the machine is theirs (`testbed/plugin.py`). Owns how the suite is cut, and the
-last line: what both came to. What is printed of the second follows when the first is over.
+Most tests compute on one thread, or wait for a process that does, so one session alone leaves cores idle. One session
+has the contracts, which start processes and talk to them; one the tests on a cluster, which mostly wait; one all else.
+A test that measures has the others wait (`testbed/quiet.py`). Owns how the suite is cut, and the last line: what all
+came to. What the others print follows when the first is over.
 """
 
 import os
@@ -11,48 +11,69 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "not long and not gpu"
-CONTRACTS = "tests/contract"
+# What one session has beside its folder is chosen so that both take about as long.
+CONTRACTS = ("tests/contract", "tests/kernels")
+ON_CLUSTER = ("tests/api", "tests/e2e")
+# Of those folders, but in the session of all else: they load transformers, which takes long, or need no cluster.
+ELSEWHERE = (
+    "tests/contract/test_hugging_face_parity.py",
+    "tests/contract/test_same_tokens.py",
+    "tests/e2e/test_demo.py",
+    "tests/e2e/test_engine_smollm2.py",
+)
 NO_TESTS = 5  # pytest's exit code where nothing was selected
-# The variable by which the session with the cluster knows whom its last tests are to wait for.
-AFTER = "POOLWRIGHT_TEST_ALONE_AFTER"
+QUIET = "POOLWRIGHT_TEST_QUIET"  # the folder by which sessions wait for each other
 _CLOSING = re.compile(r"^=* ?(\d+ [a-z]+(?:, \d+ [a-z]+)*|no tests ran) in [\d.]+s", re.MULTILINE)
+
+
+def sessions() -> list[list[str]]:
+    """What each has of the tests, as arguments of pytest: folders and files, and which of these not."""
+    folders = sorted({f"tests/{path.relative_to(ROOT / 'tests').parts[0]}" for path in files_of_tests()})
+    rest = [folder for folder in folders if folder not in (*CONTRACTS, *ON_CLUSTER)]
+    without = [f"--ignore={file}" for file in ELSEWHERE]
+    return [[*CONTRACTS, *without], [*rest, *ELSEWHERE], [*ON_CLUSTER, *without]]
+
+
+def files_of_tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     threads = max(1, (os.cpu_count() or 1) // 2)
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     command = [sys.executable, "-m", "pytest", "-m", DEFAULT, *arguments]
-    with tempfile.TemporaryFile() as later:
-        first = subprocess.Popen(
-            [*command, CONTRACTS], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        second = subprocess.Popen(
-            [*command, "tests", f"--ignore={CONTRACTS}"],
-            cwd=ROOT,
-            env={**environment, AFTER: str(first.pid)},
-            stdout=later,
-            stderr=subprocess.STDOUT,
-        )
-        threading.Thread(target=first.wait, daemon=True).start()  # or the second would see it even when it has ended
+    with ExitStack() as stack:
+        quiet = stack.enter_context(tempfile.TemporaryDirectory(prefix="poolwright-suite-"))
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, QUIET: quiet}
+        first, *others = sessions()
+
+        def start(own: list[str], output: int | IO[bytes]) -> "subprocess.Popen[bytes]":
+            return subprocess.Popen(
+                [*command, *own], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+
+        later = [stack.enter_context(tempfile.TemporaryFile()) for _ in others]
+        processes = [start(first, subprocess.PIPE), *map(start, others, later)]
+        outputs = []
         try:
-            outputs = [_shown(first)]
-            codes = [first.wait(), second.wait()]
+            outputs.append(_shown(processes[0]))
+            codes = [process.wait() for process in processes]
         except KeyboardInterrupt:  # the sessions have heard it too
-            codes = [first.wait(), second.wait()]
-            outputs = []
-        later.seek(0)
-        outputs.append(later.read().decode(errors="replace"))
-        sys.stdout.write(outputs[-1])
+            codes = [process.wait() for process in processes]
+        for output in later:
+            output.seek(0)
+            outputs.append(output.read().decode(errors="replace"))
+            sys.stdout.write(outputs[-1])
     print(closing(outputs, time.monotonic() - began))
     return exit_code(codes)
 

@@ -49,12 +49,10 @@ def run(bench: Bench) -> str:
 
 
 def _decode(runner: CudaRunner, tables: list[list[int]], size: int, context: int, rounds: int) -> float:
+    rows = tuple(Row(slot, 1, (), tables[slot], True, GREEDY, use_last_sampled=True) for slot in range(size))
+
     def step(number: int) -> Step:
-        rows = (
-            Row(slot, context + number, 1, (), tables[slot], True, GREEDY, use_last_sampled=True)
-            for slot in range(size)
-        )
-        return Step(number, tuple(rows))
+        return Step(number, rows, (context + number,) * size)
 
     return _each(runner, [step(number) for number in range(rounds)])
 
@@ -62,14 +60,12 @@ def _decode(runner: CudaRunner, tables: list[list[int]], size: int, context: int
 def _mixed(runner: CudaRunner, tables: list[list[int]], decodes: int, chunk: int, context: int, rounds: int) -> float:
     """A chunk after half a context, beside decodes."""
 
+    ids = tuple(1 + i % 100 for i in range(chunk))
+    rows = [Row(slot, 1, (), tables[slot], True, GREEDY, use_last_sampled=True) for slot in range(decodes)]
+    rows.append(Row(len(tables) - 1, chunk, ids, tables[-1], False, GREEDY))
+
     def step(number: int) -> Step:
-        rows = [
-            Row(slot, context + number, 1, (), tables[slot], True, GREEDY, use_last_sampled=True)
-            for slot in range(decodes)
-        ]
-        ids = tuple(1 + i % 100 for i in range(chunk))
-        rows.append(Row(len(tables) - 1, context - chunk, chunk, ids, tables[-1], False, GREEDY))
-        return Step(number, tuple(rows))
+        return Step(number, tuple(rows), (*(context + number,) * decodes, context - chunk))
 
     return _each(runner, [step(number) for number in range(rounds)])
 

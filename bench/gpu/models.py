@@ -107,7 +107,7 @@ def greedy(runner: ModelRunner, prompts: Sequence[tuple[int, ...]], count: int, 
     flights = []
     number = 0
     while min(sampled) < count:
-        rows, owners = [], []
+        rows, starts, owners = [], [], []
         for slot, prompt in enumerate(prompts):
             if sampled[slot] >= count:
                 continue
@@ -115,14 +115,15 @@ def greedy(runner: ModelRunner, prompts: Sequence[tuple[int, ...]], count: int, 
             if start < len(prompt):
                 ids = prompt[start : start + chunk]
                 last = start + len(ids) == len(prompt)
-                rows.append(Row(slot, start, len(ids), ids, tables[slot], last, GREEDY))
+                rows.append(Row(slot, len(ids), ids, tables[slot], last, GREEDY))
             else:
                 last = True
-                rows.append(Row(slot, start, 1, (), tables[slot], True, GREEDY, use_last_sampled=True))
+                rows.append(Row(slot, 1, (), tables[slot], True, GREEDY, use_last_sampled=True))
+            starts.append(start)
             computed[slot] += rows[-1].length
             sampled[slot] += last
             owners.append(slot)
-        flights.append((owners, runner.submit(Step(number, tuple(rows)))))
+        flights.append((owners, runner.submit(Step(number, tuple(rows), tuple(starts)))))
         number += 1
         if len(flights) > 1 or min(sampled) >= count:
             while len(flights) > (min(sampled) < count):

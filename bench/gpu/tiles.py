@@ -26,7 +26,7 @@ def run(bench: Bench) -> str:
     bench.say(products_of="gate and up of one layer", seconds=products)
 
     def busy(count: int) -> float:
-        step = Step(0, (Row(0, 0, count, (1,) * count, table, True, params),))
+        step = Step(0, (Row(0, count, (1,) * count, table, True, params),), (0,))
         found = sorted(runner.submit(step).result().busy_seconds for _ in range(2 if bench.tiny else 15))
         return found[len(found) // 2]
 

@@ -92,7 +92,7 @@ def policy_of(name: str, world: World) -> tuple[Policy, Setting]:
     if base == STATIC:
         policy = static_split(*split_of(name, world.cell))
     elif base == OURS:
-        policy = ours(our_options(name), name)
+        policy = ours(_for_cell(name, world.cell), name)
         if (start := world.cell.start) is not None:
             policy = replace(policy, first_roles=lambda setting: split_roles(setting, start))
     else:
@@ -101,6 +101,12 @@ def policy_of(name: str, world: World) -> tuple[Policy, Setting]:
     if admission is not None:
         policy = with_admission(policy, ADMISSIONS[admission])
     return policy, told
+
+
+def _for_cell(name: str, cell: Cell) -> Options:
+    """Splitwise's nine percentiles hold nearly all requests to a limit: whoever promises them relegates nobody."""
+    options = our_options(name)
+    return replace(options, relegate=False) if cell.nine and "relegate" not in parts(name)[1] else options
 
 
 def our_options(name: str) -> Options:

@@ -10,7 +10,7 @@
 Five repeats of each; no allowance is smaller than the distance of the real runs from their own median. At most 12
 minutes. Every repeat is written to build/bench/agreement.json at once; `--resume` keeps those that are there, and
 `--page` brings docs/reference/simulator-agreement.md up to date. `--quick` is two machines for seconds, to a file of
-its own, never to the docs.
+its own, never to the docs. The exit code is 1 where something does not agree.
 """
 
 import argparse
@@ -45,9 +45,10 @@ def main() -> int:
     name = "agreement.quick.json" if options.quick else "agreement.json"
     store = Store(options.json or ROOT / "build" / "bench" / name, options.resume)
     asyncio.run(_run(store, options))
+    found = {name: section for name, section in store.sections().items() if "rows" in section}
     if options.page:
-        page.write({name: found for name, found in store.sections().items() if "rows" in found}, about())
-    return 0
+        page.write(found, about())
+    return 0 if all(map(page.agrees, found.values())) else 1
 
 
 async def _run(store: Store, options: argparse.Namespace) -> None:

@@ -38,6 +38,7 @@ LIMITS = {
 }
 _KV_TOKENS = 65_536
 _PAUSE_SECONDS = 0.02
+LEAST_GAPS = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,5 +151,6 @@ async def _ways(machines: Sequence[Machine], setup: Setup, folder: Path) -> Ways
 def _compare(section: Section, setup: Setup) -> None:
     model, network = setup.model(), Ways(**section["ways"]).network()
     runs = [repeats.answers_of(repeat) for repeat in section["repeats"]]
+    section["least_gaps"] = LEAST_GAPS
     theirs = [simulated(answers, setup.roles, model, network, setup.options, setup.slo) for answers in runs]
     section["rows"] = [row.as_json() for row in comparison.rows([seen(answers) for answers in runs], theirs, LIMITS)]

@@ -118,4 +118,5 @@ def _compare(section: Section, setup: Setup) -> None:
     theirs = [simulated(answers, [Role.MIXED], model, network, setup.options) for answers in runs]
     section["rows"] = [row.as_json() for row in comparison.rows([seen(answers) for answers in runs], theirs, LIMITS)]
     steps = [row for repeat in section["repeats"] for row in repeat["steps"]]
+    section["step_limit"] = STEP_LIMIT
     section["step_errors"] = asdict(comparison.step_errors(steps, model.step_time))

@@ -12,7 +12,7 @@ import numpy as np
 from bench.policy_agreement.step_work import work_of
 
 from poolwright.sim.step_time import StepTime
-from poolwright_engine.scheduling.runner import Row, Step, StepResult
+from poolwright_engine.scheduling.runner import Step, StepResult
 from poolwright_protocol.kv import KVShape
 
 T = TypeVar("T")
@@ -59,7 +59,10 @@ class PacedRunner:
         work = work_of(step)
         seconds = self._step_time.seconds(work.chunks, work.decodes, work.context_tokens)
         self._free_at = max(self._free_at, self._clock()) + seconds
-        tokens = tuple((self._token(row),) if row.samples else () for row in step.rows)
+        tokens = tuple(
+            (self._token(row.slot, context),) if row.samples else ()
+            for context, row in zip(step.contexts, step.rows, strict=True)
+        )
         result = StepResult(step.number, tokens, ((),) * len(tokens), seconds)
         return self._due(lambda: result)
 
@@ -82,8 +85,8 @@ class PacedRunner:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _token(self, row: Row) -> int:
-        return _FIRST_ID + (row.slot * 7919 + row.start + row.length) % (self.vocab_size - _FIRST_ID)
+    def _token(self, slot: int, context: int) -> int:
+        return _FIRST_ID + (slot * 7919 + context) % (self.vocab_size - _FIRST_ID)
 
     def _part(self, layers: range, kv_heads: range) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return self._cache[:, layers.start : layers.stop, :, :, kv_heads.start : kv_heads.stop]

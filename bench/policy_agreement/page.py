@@ -48,10 +48,13 @@ def facts(section: Mapping[str, Any]) -> list[str]:
     answers = len(repeats[0]["answers"])
     gaps = sum(len(tokens) - 1 for _, _, tokens in repeats[0]["answers"])
     lines = [f"{len(repeats)} repeats of {answers} requests with {gaps} gaps each."]
+    if "least_gaps" in section and gaps < section["least_gaps"]:
+        lines[0] += f" **Fewer than the {section['least_gaps']} that such percentiles ask for.**"
     if "step_errors" in section:
         found = section["step_errors"]
         lines.append(
-            f"Steps: {found['steps']}; mean error of one {100 * found['mean']:.1f} % (with prompts "
+            f"Steps: {found['steps']}; mean error of one {100 * found['mean']:.1f} %, at most "
+            f"{100 * section['step_limit']:.0f} % {'kept' if steps_agree(section) else '**not kept**'} (with prompts "
             f"{100 * found['with_prompts']:.1f} %, decodes alone {100 * found['decodes']:.1f} %), of all their time "
             f"together {100 * found['total']:+.1f} %."
         )
@@ -63,6 +66,15 @@ def facts(section: Mapping[str, Any]) -> list[str]:
             f"{1000 * found['handoff_seconds']:.1f} ms and {found['bytes_per_second'] / 1e6:.0f} MB/s."
         )
     return lines
+
+
+def steps_agree(section: Mapping[str, Any]) -> bool:
+    return bool(section["step_errors"]["mean"] <= section["step_limit"])
+
+
+def agrees(section: Mapping[str, Any]) -> bool:
+    """Every row, and the steps where they are compared."""
+    return all(row["agrees"] for row in section["rows"]) and ("step_errors" not in section or steps_agree(section))
 
 
 def _about(section: Mapping[str, Any], about: Mapping[str, Any]) -> str:

@@ -89,5 +89,6 @@ def _policy(roles: Sequence[Role], options: EngineOptions, priced: bool) -> Poli
         live=False,
         affinity=False,
         slack_budget=False,
+        relegate=False,
     )
     return replace(ours(router), first_roles=lambda _: roles)

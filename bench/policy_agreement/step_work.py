@@ -16,10 +16,10 @@ def work_of(step: Step) -> StepContent:
     """A chunk of a single token costs what a decode does, and counts as one."""
     chunks: list[Chunk] = []
     decodes = context = 0
-    for row in step.rows:
+    for start, row in zip(step.starts, step.rows, strict=True):
         if row.length == 1:
             decodes += 1
-            context += row.start + 1
+            context += start + 1
         else:
-            chunks.append(Chunk(row.start, row.length))
+            chunks.append(Chunk(start, row.length))
     return StepContent(tuple(chunks), decodes, context)

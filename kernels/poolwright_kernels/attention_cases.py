@@ -17,7 +17,12 @@ from poolwright_kernels.hybrid_attention import (
 )
 
 _ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
-_NOT_SPECIALIZED = frozenset({"window", "table_stride", "sequences", "lanes"})
+_NOT_SPECIALIZED = frozenset(
+    {
+        *("window", "table_stride", "sequences", "lanes", "slot_tokens", "heads", "kv_heads"),
+        *("group", "group_reciprocal", "page_bits", "page_mask"),
+    }
+)
 
 
 def ahead_of_time_cases(
@@ -28,8 +33,6 @@ def ahead_of_time_cases(
     kv_dtype: str | None = None,
     window: bool = False,
     soft_cap: bool = False,
-    kv_heads: int = 8,
-    page_size: int = 16,
 ) -> Iterator[AheadOfTimeCase]:
     """The launch with chunks ("mixed"), that of decodes only ("decode"), the merge and the plan of decodes, for one
     model on one target.
@@ -40,17 +43,14 @@ def ahead_of_time_cases(
     pointers = {"query": dtype, "output": dtype, "key_cache": kv_dtype, "value_cache": kv_dtype}
     pointers |= dict.fromkeys(("partial_output", "partial_lse", "key_scale", "value_scale"), "fp32")
     scales = {} if kv_dtype == "fp8e4nv" else {"key_scale": None, "value_scale": None}
-    heads = kv_heads * group
     for label, has_chunks in (("mixed", True), ("decode", False)):
         tiles = tiles_for(
             head_size, group, has_chunks, _ELEMENT_BYTES[dtype], capability, cache_bytes=_ELEMENT_BYTES[kv_dtype]
         )
-        options = attention_options(heads, kv_heads, page_size, head_size, tiles.launch, has_chunks, window, soft_cap)
+        options = attention_options(head_size, tiles.launch, has_chunks, window, soft_cap)
         yield _case(label, hybrid_attention_kernel, pointers, options | scales)
-    yield _case("merge", merge_kernel, pointers, merge_options(heads, head_size))
-    yield _case(
-        "plan", decode_plan_kernel, pointers, plan_options(1, tiles.small_tokens(group), tiles.small_keys, 1024)
-    )
+    yield _case("merge", merge_kernel, pointers, merge_options(head_size))
+    yield _case("plan", decode_plan_kernel, pointers, plan_options(1, tiles.small_keys, 1024))
 
 
 def _case(label: str, kernel: Any, pointers: dict[str, str], options: dict[str, Any]) -> AheadOfTimeCase:

@@ -27,6 +27,7 @@ from poolwright_kernels.attention_tiles import Tiles
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 ITEM_FIELDS = 8  # sequence, first token, tokens, position of the first token, first key, end of keys, slot, 0
 MERGE_FIELDS = 8  # token, slot of the first part, slot of the second, slots between two, parts, unused
@@ -98,6 +99,19 @@ class PlanLayout:
         """Token slots of the workspace of partial results."""
         large = LARGE_PARTS_PER_LANE * self.lanes * self.large_tokens if self.has_chunks else 0
         return 2 * self.lanes * self.small_tokens + large
+
+    @cached_property
+    def numbers(self) -> Ints:
+        """0, 1, … as far as anything is counted."""
+        return np.arange(max(self.large_items, self.small_items), dtype=np.int32)
+
+    @cached_property
+    def deal(self) -> tuple[Longs, Longs]:
+        """Large items go to the lanes there and back: the lane of each, and the items of the first lane, of the second
+        …, each lane's in their order."""
+        turn = self.numbers[: self.large_items] % (2 * self.lanes)
+        lane = np.minimum(turn, 2 * self.lanes - 1 - turn).astype(np.int64)
+        return lane, lane.argsort(kind="stable")
 
     @cached_property
     def offsets(self) -> tuple[int, int, int, int, int, int]:
@@ -178,18 +192,9 @@ def lanes_of(shape: AttentionShape, programs: int) -> int:
     return max(1, programs // shape.kv_heads)
 
 
-class _Step(NamedTuple):
-    layout: PlanLayout
-    query_lens: Longs
-    context_lens: Longs
-    first_tokens: Longs
-    window: int
-
-    def first_keys(self, positions: Longs, tile_keys: int) -> Longs:
-        """The first key that a tile with its first query at such a position looks at; tiles begin at whole tiles."""
-        if not self.window:
-            return np.zeros(len(positions), np.int64)
-        return np.maximum(positions - (self.window - 1), 0) // tile_keys * tile_keys
+def _first_keys(positions: Ints, window: int, tile_keys: int) -> Ints:
+    """The first key that a tile with its first query at such a position looks at; tiles begin at whole tiles."""
+    return np.maximum(positions - (window - 1), 0) // tile_keys * tile_keys
 
 
 def plan_on_host(
@@ -206,34 +211,49 @@ def plan_on_host(
     """
     if len(query_lens) > layout.capacity.sequences:
         raise ValueError(f"{len(query_lens)} sequences in a plan for at most {layout.capacity.sequences}")
-    queries, contexts = query_lens.astype(np.int64), context_lens.astype(np.int64)
-    last_tokens = queries.cumsum()
-    if len(queries) and last_tokens[-1] > layout.capacity.tokens:
-        raise ValueError(f"{last_tokens[-1]} query tokens in a plan for at most {layout.capacity.tokens}")
-    if (queries > contexts).any():
-        raise ValueError("a sequence has more query tokens than context")
-    step = _Step(layout, queries, contexts, last_tokens - queries, window)
-
     packed = np.empty(layout.offsets[-1], np.int32) if into is None else into
     _, counts_at, large_at, small_at, merges_at, end = layout.offsets
     ranges = packed[:counts_at].reshape(-1, 4)
+    if not len(query_lens):
+        packed[:large_at] = 0
+        return HostPlan(packed, merges_at)
+    queries, contexts = query_lens.astype(np.int32, copy=False), context_lens.astype(np.int32, copy=False)
+    last_tokens = queries.cumsum()
+    if last_tokens[-1] > layout.capacity.tokens:
+        raise ValueError(f"{last_tokens[-1]} query tokens in a plan for at most {layout.capacity.tokens}")
+    whole = np.empty((len(queries), ITEM_FIELDS), np.int32)  # each sequence as one item, which has no slot
+    whole[:, 0] = layout.numbers[: len(queries)]
+    whole[:, 1] = last_tokens - queries
+    whole[:, 2] = queries
+    whole[:, 3] = position = contexts - queries
+    whole[:, 4] = _first_keys(position, window, layout.tiles.small_keys) if window else 0
+    whole[:, 5] = contexts
+    whole[:, 6] = -1
+    whole[:, 7] = 0
+    if np.minimum.reduce(position) < 0:
+        raise ValueError("a sequence has more query tokens than context")
+
     merges = packed[merges_at:end].reshape(-1, MERGE_FIELDS)
     is_large = queries > layout.small_tokens
     large = is_large.nonzero()[0]
-    small = ((queries > 0) & ~is_large).nonzero()[0]
+    small = (is_large ^ (queries > 0)).nonzero()[0]
     large_count = small_count = merge_count = 0
     loads = None
     if len(large):
         if not layout.has_chunks:
             raise ValueError(f"a sequence has more than {layout.small_tokens} query tokens in a plan for decodes")
-        small_steps = int(contexts[small].sum()) // layout.tiles.small_keys  # windows aside: it only guides splitting
         items = packed[large_at:small_at].reshape(-1, ITEM_FIELDS)
-        large_count, merge_count, loads = _plan_large(step, large, small_steps, ranges, items, merges)
+        all_keys = int(np.add.reduce(contexts, dtype=np.int64))
+        large_count, merge_count, loads = _plan_large(
+            layout, whole.take(large, axis=0, mode="clip"), window, all_keys, ranges, items, merges
+        )
     else:
         ranges[:, :2] = 0
     if len(small):
         items = packed[small_at:merges_at].reshape(-1, ITEM_FIELDS)
-        small_count, small_merges = _plan_small(step, small, loads, ranges, items, merges[merge_count:])
+        small_count, small_merges = _plan_small(
+            layout, whole.take(small, axis=0, mode="clip"), loads, ranges, items, merges[merge_count:]
+        )
         merge_count += small_merges
     else:
         ranges[:, 2:] = 0
@@ -242,51 +262,55 @@ def plan_on_host(
 
 
 def _plan_large(
-    step: _Step, chosen: Longs, small_steps: int, ranges: Ints, items: Ints, merges: Ints
-) -> tuple[int, int, Longs]:
-    """Returns the count of items, that of merges, and the load of every lane in steps."""
-    layout = step.layout
+    layout: PlanLayout, chunks: Ints, window: int, all_keys: int, ranges: Ints, items: Ints, merges: Ints
+) -> tuple[int, int, Floats]:
+    """chunks: each as one item; all_keys: those of all sequences of the step. Returns the count of items, that of
+    merges, and the load of every lane in steps."""
     lanes, tile_tokens, keys = layout.lanes, layout.large_tokens, layout.tiles.large_keys
-    query_lens = step.query_lens[chosen]
-    tiles = -(-query_lens // tile_tokens)
-    count = int(tiles.sum())
-    owner = chosen.repeat(tiles)
-    offset = _count_up(tiles, count) * tile_tokens
-    tokens = np.minimum(step.query_lens[owner] - offset, tile_tokens)
-    position = (step.context_lens - step.query_lens)[owner] + offset
-    end = position + tokens
-    begin = step.first_keys(position, keys)
-    steps = (end - begin + (keys - 1)) // keys
-    table = _table(count, owner, step.first_tokens[owner] + offset, tokens, position, begin, end)
+    tiles = (chunks[:, 2] + (tile_tokens - 1)) // tile_tokens
+    ends = tiles.cumsum()
+    count = int(ends[-1])
+    offset = (layout.numbers[:count] - (ends - tiles).repeat(tiles)) * tile_tokens
+    table = chunks.repeat(tiles, axis=0)
+    position, tokens = table[:, 3], table[:, 2]
+    table[:, 1:4:2] += offset[:, None]
+    tokens -= offset
+    np.minimum(tokens, tile_tokens, out=tokens)
+    np.add(position, tokens, out=table[:, 5])
+    if window:
+        table[:, 4] = _first_keys(position, window, keys)
+    steps = (table[:, 5] - table[:, 4] + (keys - 1)) // keys
 
     merge_count = 0
-    share = (int(steps.sum()) + small_steps) / lanes
+    # Of the small items, windows aside: it only guides splitting.
+    small_steps = (all_keys - int(np.add.reduce(chunks[:, 5]))) // layout.tiles.small_keys
+    share = (int(np.add.reduce(steps)) + small_steps) / lanes
     limit = max(MIN_LARGE_PART_STEPS, -int(-share // 4))
-    longest = int(steps.max())
+    longest = int(np.maximum.reduce(steps))
     if longest > limit and longest > share / 2:
         table, steps, merge_count = _split_large(layout, table, steps, limit, merges)
-        count, longest = len(table), int(steps.max())
+        count, longest = len(table), int(np.maximum.reduce(steps))
 
-    # Longest bucket first, and there and back over the lanes.
+    # Longest bucket first.
     order = (steps // -(longest // 32 + 1)).astype(np.int16).argsort(kind="stable")
-    turn = np.arange(count) % (2 * lanes)
-    lane = np.minimum(turn, 2 * lanes - 1 - turn)
+    lane_of, dealt = layout.deal
+    lane = lane_of[:count]
+    table.take(order[dealt[dealt < count]], axis=0, out=items[:count], mode="clip")
     loads = np.bincount(lane, weights=steps[order] + ITEM_STEPS, minlength=lanes)
-    table.take(order[lane.astype(np.int16).argsort(kind="stable")], axis=0, out=items[:count])
     ends = np.bincount(lane, minlength=lanes).cumsum()
     ranges[0, 0] = 0
     ranges[1:, 0] = ends[:-1]
     ranges[:, 1] = ends
-    return count, merge_count, loads.astype(np.int64)
+    return count, merge_count, loads.astype(np.float64, copy=False)
 
 
-def _split_large(layout: PlanLayout, table: Ints, steps: Longs, limit: int, merges: Ints) -> tuple[Ints, Longs, int]:
+def _split_large(layout: PlanLayout, table: Ints, steps: Ints, limit: int, merges: Ints) -> tuple[Ints, Ints, int]:
     """Cuts items longer than `limit` steps into equal parts. Returns the items, their steps, the count of merges."""
     keys = layout.tiles.large_keys
     part_steps = -(-steps // -(-steps // limit))
     parts = -(-steps // part_steps)
     split = parts > 1
-    tokens = table[:, 2].astype(np.int64)
+    tokens = table[:, 2]
     slots = np.where(split, parts * tokens, 0)
     base = 2 * layout.lanes * layout.small_tokens + slots.cumsum() - slots
 
@@ -305,71 +329,64 @@ def _split_large(layout: PlanLayout, table: Ints, steps: Longs, limit: int, merg
     table[:, 4] += part * length
     table[:, 5] = np.minimum(table[:, 5], table[:, 4] + length)
     table[:, 6] = np.where(split.repeat(parts), base.repeat(parts) + part * table[:, 2], -1)
-    return table, -(-(table[:, 5] - table[:, 4]).astype(np.int64) // keys), merge_count
+    return table, (table[:, 5] - table[:, 4] + (keys - 1)) // keys, merge_count
 
 
 def _plan_small(
-    step: _Step, chosen: Longs, loads: Longs | None, ranges: Ints, items: Ints, merges: Ints
+    layout: PlanLayout, decodes: Ints, loads: Floats | None, ranges: Ints, items: Ints, merges: Ints
 ) -> tuple[int, int]:
-    """loads: what lanes have to do already. Returns the counts of items and merges."""
-    layout = step.layout
+    """decodes: each as one item. loads: what lanes have to do already. Returns the counts of items and merges."""
     lanes, slot_tokens, keys = layout.lanes, layout.small_tokens, layout.tiles.small_keys
-    context, tokens = step.context_lens[chosen], step.query_lens[chosen]
-    position = context - tokens
-    low = step.first_keys(position, keys)
-    steps = (context - low + (keys - 1)) // keys
-    ends = (steps + ITEM_STEPS).cumsum()
-    starts = ends - steps - ITEM_STEPS
-    cuts = _cuts(int(ends[-1]), lanes, loads)  # lane l has [cuts[l], cuts[l + 1]) of the line
+    costs = (decodes[:, 5] - decodes[:, 4] + (keys - 1 + keys * ITEM_STEPS)) // keys
+    line = np.empty(len(costs) + 1, np.int64)  # sequence s has [line[s], line[s + 1])
+    line[0] = 0
+    costs.cumsum(out=line[1:])
+    cuts = _cuts(int(line[-1]), lanes, loads)  # lane l has [cuts[l], cuts[l + 1])
 
-    # Pieces lie between the points where a sequence or a lane begins, the sequence first where both do.
-    points = np.concatenate((starts, cuts[:-1]))
-    order = points.argsort(kind="stable")
-    points = points[order]
-    sequence = (order < len(starts)).cumsum() - 1
-    lane = np.arange(-1, len(points) - 1) - sequence
-    origin = starts[sequence] + ITEM_STEPS
-    since = np.maximum(points - origin, 0)
-    until = np.empty_like(points)
-    until[:-1] = points[1:]
-    until[-1] = ends[-1]
-    until -= origin
-    kept = (until > since).nonzero()[0]  # not an empty lane, nor a cut at or just after a sequence's start
-    sequence, lane, since, until = sequence[kept], lane[kept], since[kept], until[kept]
-
-    table = _table(len(chosen), chosen, step.first_tokens[chosen], tokens, position, low, context)
-    count = len(sequence)
-    rows = items[:count]
-    table.take(sequence, axis=0, out=rows)
-    lane_ends = np.bincount(lane, minlength=lanes).cumsum()
+    # A cut within a sequence's steps splits it, the first of those at one place; at or just after its start none does.
+    begins = cuts[1:-1]
+    fresh = begins > cuts[:-2]
+    sequence = line[1:].searchsorted(begins, side="right")
+    since = begins - line[sequence] - ITEM_STEPS
+    splits = fresh & (since > 0)
+    first_items = sequence + splits.cumsum()
     ranges[0, 2] = 0
-    ranges[1:, 2] = lane_ends[:-1]
-    ranges[:, 3] = lane_ends
-
-    opens, closes = since == 0, until == steps[sequence]
-    cut = (~(opens & closes)).nonzero()[0]
-    if not len(cut):
+    ranges[1:, 2] = first_items
+    ranges[:-1, 3] = first_items
+    at = splits.nonzero()[0]
+    count = len(costs) + len(at)
+    ranges[-1, 3] = count
+    rows = items[:count]
+    if not len(at):
+        rows[:] = decodes
         return count, 0
+    later = first_items[at]  # items that go on with what the item before them began
+    numbers = layout.numbers[:count]
+    decodes.take(numbers - later.searchsorted(numbers, side="right"), axis=0, out=rows, mode="clip")
+    first_key, last_key, slot = rows[:, 4], rows[:, 5], rows[:, 6]
+    first_key[later] = last_key[later - 1] = first_key[later] + since[at] * keys
     # Slots are numbered by the lanes in use, so that the parts of a sequence after its first lie next to each other.
-    rank = ((cuts[1:] > cuts[:-1]).cumsum() - 1)[lane[cut]]
-    opens, closes, sequence = opens[cut], closes[cut], sequence[cut]
-    bottom = low[sequence]
-    rows[cut, 4] = bottom + since[cut] * keys
-    rows[cut, 5] = np.minimum(bottom + until[cut] * keys, context[sequence])
-    rows[cut, 6] = (rank + opens * lanes) * slot_tokens
-    first, last = rank[opens], rank[closes]
-    opening = cut[opens]
+    slots = fresh.cumsum()[at] * slot_tokens
+    slot[later] = slots
+    owner = sequence[at]
+    opens = np.ones(len(at), bool)
+    np.not_equal(owner[1:], owner[:-1], out=opens[1:])
+    first = opens.nonzero()[0]
+    opening = later[first] - 1
+    seconds = slots[first]
+    slot[opening] = seconds + (lanes - 1) * slot_tokens
     merge = np.empty((len(first), MERGE_FIELDS), np.int32)
     merge[:, :2] = rows[opening, 1::5]  # the token, and the slot of the first part
-    merge[:, 2] = (first + 1) * slot_tokens
+    merge[:, 2] = seconds
     merge[:, 3] = slot_tokens
-    merge[:, 4] = last - first + 1
-    return count, _write_merges(merges, merge, tokens[sequence[opens]])
+    merge[:-1, 4] = first[1:] - first[:-1] + 1
+    merge[-1, 4] = len(at) - first[-1] + 1
+    return count, _write_merges(merges, merge, rows[opening, 2])
 
 
-def _write_merges(merges: Ints, first_tokens: Ints, tokens: Longs) -> int:
+def _write_merges(merges: Ints, first_tokens: Ints, tokens: Ints) -> int:
     """first_tokens: the merge of the first token of each split item; those of its others lie one slot further each."""
-    total = int(tokens.sum())
+    total = int(np.add.reduce(tokens))
     rows = merges[:total]
     if total == len(tokens):
         rows[:] = first_tokens
@@ -379,22 +396,12 @@ def _write_merges(merges: Ints, first_tokens: Ints, tokens: Longs) -> int:
     return total
 
 
-def _table(count: int, *columns: Longs) -> Ints:
-    """Items that hold all keys of their queries: they have no slot."""
-    table = np.empty((count, ITEM_FIELDS), np.int32)
-    for field, column in enumerate(columns):
-        table[:, field] = column
-    table[:, 6] = -1
-    table[:, 7] = 0
-    return table
-
-
-def _count_up(counts: Longs, total: int) -> Longs:
+def _count_up(counts: npt.NDArray[np.integer], total: int) -> Longs:
     """0 … counts[0] - 1, 0 … counts[1] - 1, and so on; total is their sum."""
     return np.arange(total) - (counts.cumsum() - counts).repeat(counts)
 
 
-def _cuts(total: int, lanes: int, loads: Longs | None) -> Longs:
+def _cuts(total: int, lanes: int, loads: Floats | None) -> Longs:
     """Where a line of `total` steps is cut, so that lanes end together, with what they have already."""
     most_lanes = min(max(total // MIN_SHARE_STEPS, 1), lanes)
     if loads is None:
@@ -402,11 +409,10 @@ def _cuts(total: int, lanes: int, loads: Longs | None) -> Longs:
     # Water runs into the emptiest lanes: with k of them in use it stands at level[k - 1].
     order = loads.argsort(kind="stable")
     depth = loads[order]
-    level = (total + depth.cumsum()) / np.arange(1, lanes + 1)
-    used = min(int((level > depth).sum()), most_lanes)
-    shares = np.zeros(lanes)
-    shares[order[:used]] = np.maximum(level[used - 1] - depth[:used], 0)
-    cuts = np.zeros(lanes + 1, np.int64)
-    cuts[1:] = shares.cumsum().round()
+    level = (depth.cumsum() + total) / np.arange(1, lanes + 1)
+    used = min(int(np.count_nonzero(level > depth)), most_lanes)
+    shares = np.zeros(lanes + 1)
+    shares[order[:used] + 1] = level[used - 1] - depth[:used]
+    cuts = shares.cumsum().round().astype(np.int64)
     cuts[-1] = total
     return cuts

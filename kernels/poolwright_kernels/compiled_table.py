@@ -1,7 +1,7 @@
 """The tables of compiled kernels: what is in them, what each row must satisfy, and their files.
 
 A row is one subject (a kernel with its constants) for one version of Triton and one target. Attention has a table of
-its own, which takes hours to make; the other has all other operations. Each row carries a digest of the kernel's code
+its own, which takes long to make; the other has all other operations. Each row carries a digest of the kernel's code
 and of its case: a row that is older than the kernels is seen to be so, and the others stay true. A file may lack rows.
 """
 
@@ -28,7 +28,8 @@ PATHS = {family: Path(__file__).with_name(f"compiled_{family}.json") for family 
 TRITON_VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 
 _HEAD_SIZES = (64, 96, 128, 256)
-_GROUPS = (1, 3, 4, 8)
+_GROUPS = (1, 3, 4, 8)  # of rotary_write
+MOST_GROUPED = 16  # query heads for a KV head: attention of any number up to this makes the same launches
 _FORMATS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8e4nv"))  # of queries, of the cache
 _VARIANTS = ("", " window", " soft-cap")
 _NO_FP8 = (90, 100, 120)  # sm_80 has no instruction for e4m3, and Triton refuses it
@@ -105,9 +106,12 @@ def faults(key: Key, row: Compiled) -> list[str]:
 
 @functools.cache
 def case_digest(key: Key) -> str:
-    """Of all that decides what a row will be: the kernel's code with all it calls, the case, Triton and the target."""
     name, version, target = key
-    case = subjects()[name].case(target)
+    return digest_of(subjects()[name].case(target), version, target)
+
+
+def digest_of(case: AheadOfTimeCase, version: str, target: int) -> str:
+    """Of all that decides what a row will be: the kernel's code with all it calls, the case, Triton and the target."""
     facts = (
         _MEASURE,
         _code_digest(case.kernel.fn),
@@ -177,33 +181,29 @@ def _loop(instructions: int, matrix: list[list[Any]], copies: int, loads: int, s
 
 def _attention() -> Iterator[Subject]:
     for head in _HEAD_SIZES:
-        for group in _GROUPS:
-            for dtype, kv_dtype in _FORMATS:
-                targets = TARGETS if kv_dtype == dtype else _NO_FP8
-                shape = f"{head}×{group} {dtype}{' fp8-kv' if kv_dtype != dtype else ''}"
-                for variant in _VARIANTS:
-                    launch = functools.partial(_launch, head, group, dtype, kv_dtype, variant)
-                    large = functools.partial(_large_loops, head, group, 2 if kv_dtype == dtype else 1, variant)
-                    mixed, decode = functools.partial(launch, "mixed"), functools.partial(launch, "decode")
-                    yield Subject(f"attention mixed {shape}{variant}", mixed, targets, large, small_loops=1)
-                    yield Subject(f"attention decode {shape}{variant}", decode, targets, small_loops=1)
-                if dtype == kv_dtype == "bf16":
-                    merge = functools.partial(_launch, head, group, dtype, kv_dtype, "", "merge")
-                    yield Subject(f"attention merge {shape}", merge)
-    for group in _GROUPS:
-        yield Subject(f"attention plan ×{group}", functools.partial(_launch, 128, group, "bf16", "bf16", "", "plan"))
+        for dtype, kv_dtype in _FORMATS:
+            targets = TARGETS if kv_dtype == dtype else _NO_FP8
+            shape = f"{head} {dtype}{' fp8-kv' if kv_dtype != dtype else ''}"
+            for variant in _VARIANTS:
+                launch = functools.partial(_launch, head, dtype, kv_dtype, variant)
+                large = functools.partial(_large_loops, head, 2 if kv_dtype == dtype else 1, variant)
+                mixed, decode = functools.partial(launch, "mixed"), functools.partial(launch, "decode")
+                yield Subject(f"attention mixed {shape}{variant}", mixed, targets, large, small_loops=1)
+                yield Subject(f"attention decode {shape}{variant}", decode, targets, small_loops=1)
+        yield Subject(f"attention merge {head} bf16", functools.partial(_launch, head, "bf16", "bf16", "", "merge"))
+    yield Subject("attention plan", functools.partial(_launch, 128, "bf16", "bf16", "", "plan"))
 
 
-def _large_loops(head: int, group: int, cache_bytes: int, variant: str, target: int) -> int:
+def _large_loops(head: int, cache_bytes: int, variant: str, target: int) -> int:
     """The window's edge, what all rows see, the causal edge; or all of it in one."""
-    if tiles_for(head, group, has_chunks=True, capability=target, cache_bytes=cache_bytes).one_large_loop:
+    if tiles_for(head, MOST_GROUPED, has_chunks=True, capability=target, cache_bytes=cache_bytes).one_large_loop:
         return 1
     return 3 if "window" in variant else 2
 
 
-def _launch(head: int, group: int, dtype: str, kv_dtype: str, variant: str, label: str, target: int) -> AheadOfTimeCase:
+def _launch(head: int, dtype: str, kv_dtype: str, variant: str, label: str, target: int) -> AheadOfTimeCase:
     every = ahead_of_time_cases(
-        head, group, target, dtype, kv_dtype, window="window" in variant, soft_cap="soft-cap" in variant
+        head, MOST_GROUPED, target, dtype, kv_dtype, window="window" in variant, soft_cap="soft-cap" in variant
     )
     return next(case for case in every if case.label == label)
 

@@ -48,15 +48,15 @@ def plan_on_device(plan: AttentionPlan, tokens: int = 1) -> None:
         sequences,
         plan.window,
         layout.lanes,
-        **plan_options(tokens, layout.small_tokens, layout.tiles.small_keys, layout.capacity.sequences),
+        layout.small_tokens,
+        **plan_options(tokens, layout.tiles.small_keys, layout.capacity.sequences),
     )
 
 
-def plan_options(tokens: int, slot_tokens: int, keys: int, sequences: int) -> dict[str, Any]:
+def plan_options(tokens: int, keys: int, sequences: int) -> dict[str, Any]:
     """What is compiled into the launch. sequences: the capacity."""
     return {
         "TOKENS": tokens,
-        "SLOT_TOKENS": slot_tokens,
         "KEYS": keys,
         "SEQUENCES": power_of_two_from(sequences),
         "TOKENS_PADDED": power_of_two_from(tokens),
@@ -64,7 +64,7 @@ def plan_options(tokens: int, slot_tokens: int, keys: int, sequences: int) -> di
     }
 
 
-@jit_with_counts("sequences", "window", "lanes")
+@jit_with_counts("sequences", "window", "lanes", "slot_tokens")
 def decode_plan_kernel(  # type: ignore[no-untyped-def]
     context_lens,
     lane_ranges,
@@ -74,8 +74,8 @@ def decode_plan_kernel(  # type: ignore[no-untyped-def]
     sequences,
     window,
     lanes,
+    slot_tokens,
     TOKENS: tl.constexpr,
-    SLOT_TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     SEQUENCES: tl.constexpr,
     TOKENS_PADDED: tl.constexpr,
@@ -101,7 +101,7 @@ def decode_plan_kernel(  # type: ignore[no-untyped-def]
     kept = (context > 0) & (until > since)
     opens = since == 0
     closes = until == steps
-    slot = tl.where(opens & closes, -1, tl.where(opens, lanes + lane, lane) * SLOT_TOKENS)
+    slot = tl.where(opens & closes, -1, tl.where(opens, lanes + lane, lane) * slot_tokens)
     kept_count = kept.to(tl.int32)
     first = tl.min(tl.where(kept, sequence, SEQUENCES), 0) + lane
     count = tl.sum(kept_count, 0)
@@ -129,9 +129,9 @@ def decode_plan_kernel(  # type: ignore[no-untyped-def]
     inside = token < TOKENS
     merge = merges + (lane * TOKENS + token) * _MERGE_FIELDS
     tl.store(merge, owner * TOKENS + token, mask=inside)
-    tl.store(merge + 1, (lanes + lane) * SLOT_TOKENS + token, mask=inside)
-    tl.store(merge + 2, (lane + 1) * SLOT_TOKENS + token, mask=inside)
-    tl.store(merge + 3, tl.full([TOKENS_PADDED], SLOT_TOKENS, tl.int32), mask=inside)
+    tl.store(merge + 1, (lanes + lane) * slot_tokens + token, mask=inside)
+    tl.store(merge + 2, (lane + 1) * slot_tokens + token, mask=inside)
+    tl.store(merge + 3, tl.zeros([TOKENS_PADDED], tl.int32) + slot_tokens, mask=inside)
     tl.store(merge + 4, tl.zeros([TOKENS_PADDED], tl.int32) + parts, mask=inside)
     first_lane = lane == 0
     tl.store(counts, 0, mask=first_lane)

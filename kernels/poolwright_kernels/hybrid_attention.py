@@ -27,11 +27,18 @@ from poolwright_kernels.ops import operation
 _LOG2_E = 1.4426950408889634
 _ITEM_FIELDS = tl.constexpr(8)
 _MERGE_FIELDS = tl.constexpr(8)
+_RECIPROCAL_BITS = tl.constexpr(16)
 # Triton has the assembler allocate registers at level 2, around a fault of its release 13 that it does not describe.
 # That release then spills what it could work out again; from level 4 up it does not. Release 12 knows no difference.
 _NO_SPILLS = "--regAllocOptLevel=4"
 _MERGE_PARTS = 16  # parts that a merge weighs at once
 _MERGE_PROGRAMS = 512
+
+
+@jit
+def _tokens_of(rows, group_reciprocal):  # type: ignore[no-untyped-def]
+    """rows // group, without a division: exact, since there are 128 at most of either (`reciprocal_of`)."""
+    return rows * group_reciprocal >> _RECIPROCAL_BITS
 
 
 @jit
@@ -52,18 +59,19 @@ def _keys_and_values(  # type: ignore[no-untyped-def]
     dims,
     page_stride,
     token_stride,
-    PAGE: tl.constexpr,
+    page_bits,
+    page_mask,
     HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The keys and values at positions `keys`. Masked: what lies at or past kv_end is never read, and is 0."""
     stored = keys < kv_end
-    if MASKED:  # noqa: SIM108  (Triton types both arms apart)
-        pages = tl.load(table + keys // PAGE, mask=stored, other=0)
+    if MASKED:
+        pages = tl.load(table + (keys >> page_bits), mask=stored, other=0)
     else:
-        pages = tl.load(table + keys // PAGE)
-    places = (pages.to(tl.int64) * page_stride + (keys % PAGE) * token_stride)[:, None] + dims[None, :]
+        pages = tl.load(table + (keys >> page_bits))
+    places = (pages.to(tl.int64) * page_stride + (keys & page_mask) * token_stride)[:, None] + dims[None, :]
     if MASKED:
         mask = stored[:, None] & (dims < HEAD)[None, :]
         key = tl.load(key_cache + places, mask=mask, other=0.0)
@@ -97,7 +105,8 @@ def _attend_keys(  # type: ignore[no-untyped-def]
     score_scale,
     window,
     soft_cap,
-    PAGE: tl.constexpr,
+    page_bits,
+    page_mask,
     HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     KEYS: tl.constexpr,
@@ -113,7 +122,7 @@ def _attend_keys(  # type: ignore[no-untyped-def]
         keys = start + tl.arange(0, KEYS)
         key, value = _keys_and_values(
             key_cache, value_cache, table, keys, kv_end, dims, page_stride, token_stride,
-            PAGE, HEAD, HEAD_PADDED, MASKED,
+            page_bits, page_mask, HEAD, HEAD_PADDED, MASKED,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(key.to(q.dtype)), input_precision=precision) * score_scale
         if HAS_SOFT_CAP:
@@ -156,9 +165,11 @@ def _attend_item(  # type: ignore[no-untyped-def]
     value_factor,
     window,
     soft_cap,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
+    kv_heads,
+    group,
+    group_reciprocal,
+    page_bits,
+    page_mask,
     HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -180,9 +191,9 @@ def _attend_item(  # type: ignore[no-untyped-def]
     # out once for all items, and its registers are taken from the loops below.
     rows = tl.arange(0, ROWS) + (sequence >> 31)
     dims = tl.arange(0, HEAD_PADDED)
-    token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    row_mask = rows < tokens * GROUP  # the plan gives at most ROWS // GROUP tokens to a tile
+    token = _tokens_of(rows, group_reciprocal)
+    head = kv_head * group + rows - token * group
+    row_mask = rows < tokens * group  # the plan gives at most ROWS // group tokens to a tile
     mask = row_mask[:, None]
     if HEAD != HEAD_PADDED:
         mask = mask & (dims < HEAD)[None, :]
@@ -212,26 +223,26 @@ def _attend_item(  # type: ignore[no-untyped-def]
             accumulator, maximum, total = _attend_keys(
                 kv_begin, front, q, accumulator, maximum, total, positions, kv_end, key_head, value_head, table, dims,
                 page_stride, token_stride, score_scale, window, soft_cap,
-                PAGE, HEAD, HEAD_PADDED, KEYS, STAGES, True, HAS_WINDOW, HAS_SOFT_CAP,
+                page_bits, page_mask, HEAD, HEAD_PADDED, KEYS, STAGES, True, HAS_WINDOW, HAS_SOFT_CAP,
             )  # fmt: skip
         seen_by_all = tl.minimum(position + 1, kv_end)
         middle = front + tl.maximum(seen_by_all - front, 0) // KEYS * KEYS
         accumulator, maximum, total = _attend_keys(
             front, middle, q, accumulator, maximum, total, positions, kv_end, key_head, value_head, table, dims,
             page_stride, token_stride, score_scale, window, soft_cap,
-            PAGE, HEAD, HEAD_PADDED, KEYS, STAGES, False, HAS_WINDOW, HAS_SOFT_CAP,
+            page_bits, page_mask, HEAD, HEAD_PADDED, KEYS, STAGES, False, HAS_WINDOW, HAS_SOFT_CAP,
         )  # fmt: skip
     accumulator, maximum, total = _attend_keys(
         middle, kv_end, q, accumulator, maximum, total, positions, kv_end, key_head, value_head, table, dims,
         page_stride, token_stride, score_scale, window, soft_cap,
-        PAGE, HEAD, HEAD_PADDED, KEYS, STAGES, True, HAS_WINDOW, HAS_SOFT_CAP,
+        page_bits, page_mask, HEAD, HEAD_PADDED, KEYS, STAGES, True, HAS_WINDOW, HAS_SOFT_CAP,
     )  # fmt: skip
 
     # Another, the item's last field: so rows are worked out again here, and occupy no register in the loops above.
     rows = tl.arange(0, ROWS) + tl.load(item + 7)
-    token = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    row_mask = rows < tokens * GROUP
+    token = _tokens_of(rows, group_reciprocal)
+    head = kv_head * group + rows - token * group
+    row_mask = rows < tokens * group
     mask = row_mask[:, None]
     if HEAD != HEAD_PADDED:
         mask = mask & (dims < HEAD)[None, :]
@@ -240,13 +251,13 @@ def _attend_item(  # type: ignore[no-untyped-def]
         output_rows = (first_token + token).to(tl.int64) * output_token_stride + head * output_head_stride
         tl.store(output + output_rows[:, None] + dims[None, :], result.to(output.dtype.element_ty), mask=mask)
     else:
-        partial_rows = (slot + token).to(tl.int64) * HEADS + head
+        partial_rows = (slot + token).to(tl.int64) * (kv_heads * group) + head
         tl.store(partial_output + partial_rows[:, None] * HEAD + dims[None, :], result, mask=mask)
         lse = tl.where(total > 0, maximum + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(partial_lse + partial_rows, lse, mask=row_mask)
 
 
-@jit_with_counts("window", "table_stride")
+@jit_with_counts("window", "table_stride", "kv_heads", "group", "group_reciprocal", "page_bits", "page_mask")
 def hybrid_attention_kernel(  # type: ignore[no-untyped-def]
     query,
     key_cache,
@@ -271,9 +282,11 @@ def hybrid_attention_kernel(  # type: ignore[no-untyped-def]
     score_scale,
     window,
     soft_cap,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
+    kv_heads,
+    group,
+    group_reciprocal,
+    page_bits,
+    page_mask,
     HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     LARGE_ROWS: tl.constexpr,
@@ -288,9 +301,8 @@ def hybrid_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_SOFT_CAP: tl.constexpr,
 ):
     program = tl.program_id(0)
-    kv_head = program % KV_HEADS
-    ranges = lane_ranges + (program // KV_HEADS) * 4
-    group: tl.constexpr = HEADS // KV_HEADS
+    kv_head = program % kv_heads
+    ranges = lane_ranges + (program // kv_heads) * 4
     if key_scale is not None:
         score_scale *= tl.load(key_scale)
     value_factor = 1.0
@@ -303,20 +315,20 @@ def hybrid_attention_kernel(  # type: ignore[no-untyped-def]
                 large_items + index * _ITEM_FIELDS, kv_head, query, key_cache, value_cache, block_tables,
                 partial_output, partial_lse, output, query_token_stride, query_head_stride,
                 page_stride, token_stride, head_stride, table_stride, output_token_stride, output_head_stride,
-                score_scale, value_factor, window, soft_cap, HEADS, group, PAGE, HEAD, HEAD_PADDED,
-                LARGE_ROWS, LARGE_KEYS, LARGE_STAGES, LARGE_MASKED, HAS_WINDOW, HAS_SOFT_CAP,
+                score_scale, value_factor, window, soft_cap, kv_heads, group, group_reciprocal, page_bits, page_mask,
+                HEAD, HEAD_PADDED, LARGE_ROWS, LARGE_KEYS, LARGE_STAGES, LARGE_MASKED, HAS_WINDOW, HAS_SOFT_CAP,
             )  # fmt: skip
     for index in range(tl.load(ranges + 2), tl.load(ranges + 3)):
         _attend_item(
             small_items + index * _ITEM_FIELDS, kv_head, query, key_cache, value_cache, block_tables,
             partial_output, partial_lse, output, query_token_stride, query_head_stride,
             page_stride, token_stride, head_stride, table_stride, output_token_stride, output_head_stride,
-            score_scale, value_factor, window, soft_cap, HEADS, group, PAGE, HEAD, HEAD_PADDED,
-            SMALL_ROWS, SMALL_KEYS, SMALL_STAGES, True, HAS_WINDOW, HAS_SOFT_CAP,
+            score_scale, value_factor, window, soft_cap, kv_heads, group, group_reciprocal, page_bits, page_mask,
+            HEAD, HEAD_PADDED, SMALL_ROWS, SMALL_KEYS, SMALL_STAGES, True, HAS_WINDOW, HAS_SOFT_CAP,
         )  # fmt: skip
 
 
-@jit
+@jit_with_counts("heads")
 def merge_kernel(  # type: ignore[no-untyped-def]
     merges,
     counts,
@@ -325,7 +337,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     output,
     output_token_stride,
     output_head_stride,
-    HEADS: tl.constexpr,
+    heads,
     HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -333,9 +345,9 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     """Each unit is one query head of one merge: parts whose softmaxes ran apart, weighed by their log-sum-exp."""
     dims = tl.arange(0, HEAD_PADDED)
     dim_mask = dims < HEAD
-    for unit in range(tl.program_id(0), tl.load(counts + 2) * HEADS, tl.num_programs(0)):
-        merge = merges + (unit // HEADS) * _MERGE_FIELDS
-        head = unit % HEADS
+    for unit in range(tl.program_id(0), tl.load(counts + 2) * heads, tl.num_programs(0)):
+        merge = merges + (unit // heads) * _MERGE_FIELDS
+        head = unit % heads
         token = tl.load(merge).to(tl.int64)
         opening = tl.load(merge + 1)
         continuation = tl.load(merge + 2)
@@ -348,7 +360,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
             parts = start + tl.arange(0, PARTS)
             mask = parts < count
             slots = tl.where(parts == 0, opening, continuation + (parts - 1) * stride)
-            places = slots.to(tl.int64) * HEADS + head
+            places = slots.to(tl.int64) * heads + head
             lse = tl.load(partial_lse + places, mask=mask, other=float("-inf"))
             new_maximum = tl.maximum(maximum, tl.max(lse, 0, keep_dims=True))
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -393,10 +405,14 @@ def hybrid_attention_triton(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:
-    """As `attention_reference.hybrid_attention_reference`, by the work list."""
+    """As `attention_reference.hybrid_attention_reference`, by the work list. Raises ValueError also for pages that are
+    no power of 2."""
     check(query, key_cache, value_cache, output, block_tables, partial_output)
     heads, head_size = query.shape[1:]
     page_size, kv_heads = key_cache.shape[1:3]
+    group = heads // kv_heads
+    if page_size & (page_size - 1):
+        raise ValueError(f"pages of {page_size} tokens: the kernel needs a power of 2")
     if soft_cap:
         score_scale, cap = 2 * _LOG2_E * scale / soft_cap, soft_cap * _LOG2_E
     else:
@@ -425,16 +441,12 @@ def hybrid_attention_triton(
         score_scale,
         window,
         cap,
-        **attention_options(
-            heads,
-            kv_heads,
-            page_size,
-            head_size,
-            tiles,
-            has_chunks,
-            window > 0,
-            soft_cap > 0,
-        ),
+        kv_heads,
+        group,
+        reciprocal_of(group),
+        page_size.bit_length() - 1,
+        page_size - 1,
+        **attention_options(head_size, tiles, has_chunks, window > 0, soft_cap > 0),
     )
     merge_kernel[(min(_MERGE_PROGRAMS, merges.shape[0] * heads),)](
         merges,
@@ -444,26 +456,23 @@ def hybrid_attention_triton(
         output,
         output.stride(0),
         output.stride(1),
-        **merge_options(heads, head_size),
+        heads,
+        **merge_options(head_size),
     )
 
 
+def reciprocal_of(group: int) -> int:
+    """What a row of a tile is multiplied by, and shifted right, where it would be divided by the group."""
+    return -(-(1 << 16) // group)
+
+
 def attention_options(
-    heads: int,
-    kv_heads: int,
-    page_size: int,
-    head_size: int,
-    tiles: Sequence[int],
-    has_chunks: bool,
-    has_window: bool,
-    has_soft_cap: bool,
+    head_size: int, tiles: Sequence[int], has_chunks: bool, has_window: bool, has_soft_cap: bool
 ) -> dict[str, Any]:
-    """What is compiled into a launch: nothing here differs from step to step of one kind."""
+    """What is compiled into a launch: nothing here differs from step to step of one kind, nor between models whose
+    heads have one size, however many there are of them and of their groups, or between sizes of pages."""
     large_rows, large_keys, large_stages, small_rows, small_keys, small_stages, warps, registers, one_loop = tiles
     return {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "PAGE": page_size,
         "HEAD": head_size,
         "HEAD_PADDED": _padded(head_size),
         "LARGE_ROWS": large_rows,
@@ -482,9 +491,8 @@ def attention_options(
     }
 
 
-def merge_options(heads: int, head_size: int) -> dict[str, Any]:
+def merge_options(head_size: int) -> dict[str, Any]:
     return {
-        "HEADS": heads,
         "HEAD": head_size,
         "HEAD_PADDED": _padded(head_size),
         "PARTS": _MERGE_PARTS,

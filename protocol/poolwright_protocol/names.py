@@ -38,7 +38,8 @@ ENV_ROOT_SECRET = "POOLWRIGHT_ROOT_SECRET"
 # Router → engine. A router drops these from what a client sends.
 HEADER_PREFIX = "x-poolwright-"
 HEADER_MACHINE_UID = "x-poolwright-machine-uid"  # 421 where it is not the engine's own
-HEADER_RELEGATED = "x-poolwright-relegated"  # its first token would be late in any case, so it is served after others
+# Its first token would be late in any case, so it is served after others: "1". To a client: the reason, one word.
+HEADER_RELEGATED = "x-poolwright-relegated"
 HEADER_PROMPT_MACHINE = "x-poolwright-prompt-machine"  # see tickets.PromptMachine
 
 # Metric label names (never the scraper's).
@@ -56,6 +57,8 @@ ROUTER_SECOND_TOKEN = "poolwright_router_second_token_seconds"
 ROUTER_TPOT = "poolwright_router_tpot_seconds"
 ROUTER_ARRIVALS = "poolwright_router_arrivals"  # counter, exposed with _total
 ROUTER_REQUESTS = "poolwright_router_requests"  # counter by code, exposed with _total
+ROUTER_RELEGATED = "poolwright_router_relegated"  # counter by reason, exposed with _total
+ROUTER_RELEGATION_THRESHOLD = "poolwright_router_relegation_threshold_ratio"
 ROUTER_IN_FLIGHT = "poolwright_router_in_flight_requests"
 ROUTER_OLDEST_WAITING = "poolwright_router_oldest_waiting_seconds"
 ROUTER_PROMPT_TOKENS = "poolwright_router_prompt_tokens"  # counter, estimated from bytes until usage arrives

@@ -23,6 +23,7 @@ from poolwright.core.ledger import Ledger
 from poolwright.core.memory import rebuild_memory
 from poolwright.core.percentile import MalformedHistogram, percentile, share_under
 from poolwright.core.reading import HistogramIncrease, LiveReading, MachineWork, MetricsReading, MetricsState
+from poolwright.core.relegation import Judged
 from poolwright.core.routing import Choice, NoMachine, Route, RoutingRequest
 from poolwright.core.spec import Metric, PoolBounds
 from poolwright.router.meter import Meter
@@ -255,7 +256,7 @@ def meter(metrics: RouterMetrics, arrived: float) -> Meter:
     entry = Ledger().begin(Choice(machine, None, Route.MIXED), 10, arrived)
     waiting = Waiting(arrived)
     metrics.in_flight[waiting] = None
-    return Meter(metrics, waiting, entry, estimate=10, choices=1)
+    return Meter(metrics, waiting, entry, Judged(), estimate=10, choices=1)
 
 
 def test_as_20_requests_given_up_while_they_wait_leave_no_latency() -> None:

@@ -55,11 +55,12 @@ def test_answers_are_the_servers(model: Path, tmp_path: Path) -> None:
         "\n",
         line("chat", "/v1/chat/completions", logprobs=True),
         line("several", n=2, temperature=1, seed=5, logprobs=1),
+        line("guided", guided_choice=["yes", "no"]),
     )
     output = tmp_path / "out.jsonl"
     assert batch(requests, output, model) == 0
     found = {answer["custom_id"]: answer for answer in answers(output)}
-    assert set(found) == {"text", "chat", "several"}
+    assert set(found) == {"text", "chat", "several", "guided"}
     with start_engine(model, name="tiny", options=SMALL[:4]) as engine:
         engine.wait_ready()
         for asked in map(json.loads, filter(str.strip, requests.read_text().splitlines())):

@@ -76,6 +76,8 @@ async def test_when_the_engine_dies_every_client_hears_it(model: LoadedModel) ->
         assert (await http.get("/ready")).status_code == 503
         later = await http.post("/v1/completions", json=asked)
         assert later.status_code == 503
+        assert later.headers["retry-after"] == "5"  # a model is loaded first
+        assert "retry-after" not in whole.headers  # it may have been what broke the device
 
 
 async def test_a_drain_lets_finish_what_runs_and_takes_nothing_new(slow_api: ApiServer) -> None:
@@ -97,12 +99,15 @@ async def test_a_drain_lets_finish_what_runs_and_takes_nothing_new(slow_api: Api
 
 async def test_what_a_drain_cuts_off_is_told_so(slow_api: ApiServer) -> None:
     async with httpx.AsyncClient(base_url=slow_api.url, timeout=10) as http:
-        asked = {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
-        running = asyncio.create_task(http.post("/v1/completions", json=asked))
-        await until(lambda: slow_api.engine.stats().running)
+        asked = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+        running = asyncio.create_task(http.post("/v1/completions", json={**asked, "stream": True}))
+        whole = asyncio.create_task(http.post("/v1/completions", json=asked))
+        await until(lambda: slow_api.engine.stats().running == 2)
         await slow_api.engine.drain(0.1)
         told = events((await running).text)
         assert told[-1]["error"]["code"] == 503
+        assert (await whole).status_code == 503
+        assert (await whole).headers["retry-after"] == "1"
 
 
 async def test_before_the_model_is_loaded_the_port_says_so() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.checkpoint.loader import LoadedModel
@@ -54,28 +56,52 @@ async def test_every_series_exists_before_the_first_request(http: httpx.AsyncCli
             assert float(value) == 0 or is_state, line
 
 
-async def test_the_names_are_vllms(http: httpx.AsyncClient) -> None:
-    def families(text: str) -> dict[str, str]:
-        lines = [line.split() for line in text.splitlines() if line.startswith("# TYPE vllm:")]
-        return {line[2]: line[3] for line in lines if not line[2].endswith("_created")}
-
-    expected, found = families((VLLM / "vllm_metrics.txt").read_text()), families((await http.get("/metrics")).text)
-    assert found.items() <= expected.items()
-    # What this engine has nothing to say about: media, shared caches, arithmetic per GPU, tiers of a prefix cache.
-    absent = ("mm_cache", "external_prefix_cache", "estimated_", "prompt_tokens_cached_by_source")
-    assert all(any(part in name for part in absent) for name in expected.keys() - found.keys())
+# What this engine has nothing to say about: media, caches others share, arithmetic per GPU, tiers of a prefix cache.
+_ABSENT = ("vllm:mm_cache", "vllm:external_prefix_cache", "vllm:estimated_", "vllm:prompt_tokens_cached_by_source")
 
 
-async def test_buckets_and_labels_are_vllms(http: httpx.AsyncClient) -> None:
-    def bounds(text: str, name: str) -> list[str]:
-        lines = [line for line in text.splitlines() if line.startswith(f"vllm:{name}_bucket")]
-        assert all('engine="0"' in line and "model_name=" in line for line in lines)
-        return [line.split('le="')[1].split('"')[0] for line in lines]
+def vllm_families(text: str) -> dict[str, Metric]:
+    """Those that vLLM has and this engine can have."""
+    families = {f.name: f for f in text_string_to_metric_families(text) if f.name.startswith("vllm:")}
+    return {name: f for name, f in families.items() if not (name.startswith(_ABSENT) or name.endswith("_created"))}
 
-    theirs, ours = (VLLM / "vllm_metrics.txt").read_text(), (await http.get("/metrics")).text
-    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
-                 "request_queue_time_seconds", "iteration_tokens_total", "request_params_n"):  # fmt: skip
-        assert bounds(ours, name) == bounds(theirs, name)
+
+# Their buckets end where the model's context does, in the capture at 2,048.
+_OF_TOKENS = {
+    f"vllm:request_{what}"
+    for what in ("prompt_tokens", "generation_tokens", "max_num_generation_tokens", "params_max_tokens",
+                 "prefill_kv_computed_tokens")
+}  # fmt: skip
+
+
+def series(family: Metric) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Names and labels, a histogram's buckets among them, whatever the model is called."""
+    return {
+        (sample.name, tuple(sorted((sample.labels | {"model_name": "m"}).items())))
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+async def test_all_series_are_vllms(http: httpx.AsyncClient) -> None:
+    """Every name, kind, label, value of a label and bucket of the capture, and under vLLM's prefix no others."""
+    theirs = vllm_families((VLLM / "vllm_metrics.txt").read_text())
+    ours = vllm_families((await http.get("/metrics")).text)
+    assert len(theirs) > 30
+    assert {name: family.type for name, family in ours.items()} == {n: family.type for n, family in theirs.items()}
+    for name in theirs.keys() - {"vllm:cache_config_info"}:
+        more = series(ours[name]) ^ series(theirs[name])
+        if name in _OF_TOKENS:
+            more = {(sample, labels) for sample, labels in more if not float(dict(labels).get("le", 0)) > 2048}
+        assert not more, name
+
+
+async def test_the_description_of_the_cache_has_vllms_labels(http: httpx.AsyncClient) -> None:
+    """Those that mean something here: the rest of vLLM's describes caches of other kinds."""
+    (theirs,) = vllm_families((VLLM / "vllm_metrics.txt").read_text())["vllm:cache_config_info"].samples
+    (ours,) = vllm_families((await http.get("/metrics")).text)["vllm:cache_config_info"].samples
+    assert {"engine", "block_size"} <= ours.labels.keys() <= theirs.labels.keys()
+    assert ours.value == theirs.value == 1
 
 
 async def test_a_request_is_counted_once_for_what_it_was(http: httpx.AsyncClient, api: ApiServer) -> None:

@@ -158,7 +158,7 @@ REAL_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> tuple[LoadedModel, list[Expected]]:
-    """Loaded by both; transformers' copy is gone once it has answered."""
+    """Loaded by both."""
     loaded = load_model(smollm2_path)
     prompts = [
         loaded.tokenizer.encode(loaded.tokenizer.render_chat([{"role": "user", "content": text}]), False)

@@ -1,6 +1,7 @@
 """`LLM`: answers as the server gives them, for a program without an event loop, and with vLLM's names."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -8,17 +9,27 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from poolwright_engine import LLM, SamplingParams
+from poolwright_engine.cpu.runner import CpuRunner
+from poolwright_engine.model.batch_invariant import BatchInvariantModel
 from poolwright_engine.offline.llm import RequestOutput
 from poolwright_engine.process.config import ConfigError
+from poolwright_engine.scheduling.scheduler_config import TokenBudget
 from support.tiny_llama import write_tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SETTINGS: dict[str, Any] = {
+    "kv_cache_mebibytes": 8,
+    "cpu_threads": 1,
+    "max_num_seqs": 4,
+    "cpu_linear_form": "rows",
+}
 
 
 @pytest.fixture(scope="module")
@@ -210,23 +221,68 @@ def test_an_interrupt_ends_the_call_and_leaves_the_engine_usable(model: Path) ->
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "told"),
     [
-        {"max_num_batched_tokens": "auto", "tbt_target_ms": 50},
-        {"enable_chunked_prefill": True, "max_num_batched_tokens": 16},
-        {"batching": "static", "static_window_ms": 1},
-        {"batching": "vllm", "scheduling_policy": "priority", "max_num_batched_tokens": 64},
-        {"preemption_mode": "swap", "swap_space": 0.001, "kv_cache_mebibytes": 1},
-        {"enable_prefix_caching": False, "num_speculative_tokens": 3},
-        {"batch_invariant": True, "seed": 3},
+        (
+            {"max_num_batched_tokens": "auto", "tbt_target_ms": 50},
+            {"token_budget": TokenBudget.AUTO, "tbt_target_seconds": 0.05},
+        ),
+        (
+            {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_scheduled_tokens": 16},
+            {"chunked_prefill": True, "max_num_batched_tokens": 64, "step_tokens": 16},
+        ),
+        ({"batching": "static", "static_window_ms": 1}, {"batching": "static", "static_window_seconds": 0.001}),
+        (
+            {"batching": "vllm", "scheduling_policy": "priority", "max_num_batched_tokens": 64},
+            {"batching": "vllm", "scheduling_policy": "priority", "chunked_prefill": True},
+        ),
+        ({"preemption_mode": "swap", "swap_space": 0.001, "kv_cache_mebibytes": 1}, {"preemption": "swap"}),
+        (
+            {"enable_prefix_caching": False, "num_speculative_tokens": 3},
+            {"enable_prefix_caching": False, "speculative_ngram_tokens": 3},
+        ),
     ],
     ids=lambda options: " ".join(options),
 )
-def test_options_reach_the_engine_and_change_no_token(llm: LLM, model: Path, options: dict[str, Any]) -> None:
+def test_options_reach_the_engine_and_change_no_token(
+    llm: LLM, model: Path, options: dict[str, Any], told: dict[str, Any]
+) -> None:
     prompts = ["one prompt", "another, which is a good deal longer than sixteen tokens", "one prompt"]
-    settings: dict[str, Any] = {"kv_cache_mebibytes": 8, "cpu_threads": 1, "max_num_seqs": 4, "cpu_linear_form": "rows"}
-    with LLM(str(model), **settings | options) as other:
+    with LLM(str(model), **SETTINGS | options) as other:
+        assert {name: getattr(other._running.engine._config, name) for name in told} == told
+        assert {name: getattr(llm._running.engine._config, name) for name in told} != told
         assert ids(other.generate(prompts, GREEDY)) == ids(llm.generate(prompts, GREEDY))
+
+
+def test_a_batch_invariant_model_changes_no_token(llm: LLM, model: Path) -> None:
+    with LLM(str(model), **SETTINGS, batch_invariant=True) as other:
+        runner = other._running.parts.runner
+        assert isinstance(runner, CpuRunner)
+        assert isinstance(runner._model, BatchInvariantModel)
+        assert ids(other.generate("one prompt", GREEDY)) == ids(llm.generate("one prompt", GREEDY))
+
+
+def test_without_params_the_model_says_how_to_sample(
+    tmp_path: Path, one_torch_thread: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_tiny_llama(tmp_path / "said")
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_k": 5, "max_new_tokens": 900}))
+    own = SamplingParams(temperature=0.7, top_k=5, max_tokens=512, seed=1, ignore_eos=True)
+    with LLM(str(model), **SETTINGS, override_generation_config={"top_k": 1}) as llm:
+        assert llm.get_default_sampling_params() == replace(own, top_k=1, seed=None, ignore_eos=False)
+        assert "Took defaults of sampling temperature=0.7 top_k=1" in caplog.text
+        assert len({tuple(ids(llm.generate("abc"))[0]) for _ in range(2)}) == 1  # of the one most likely
+        varied = SamplingParams(max_tokens=8, ignore_eos=True)
+        assert len({tuple(ids(llm.generate("abc", varied))[0]) for _ in range(3)}) > 1  # what is given stands alone
+    with LLM(str(model), **SETTINGS, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(ConfigError, match="--override-generation-config: expected a JSON object"):
+        LLM(str(model), override_generation_config="top_k")
+
+
+def test_no_token_beside_the_allowed_ones_is_sampled(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, allowed_token_ids=[65, 70, 70, 72], seed=1, ignore_eos=True)
+    assert set(ids(llm.generate("abc", params))[0]) == {65, 70, 72}
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)

@@ -423,7 +423,6 @@ async def test_models_lists_the_one_model_and_its_length(client: AsyncOpenAI, ht
 
 NOT_IMPLEMENTED = {
     "bad_words": ["no"],
-    "allowed_token_ids": [5],
     "logprob_token_ids": [5],
     "suffix": "end",
     "use_beam_search": True,
@@ -442,6 +441,7 @@ ASKS_FOR_NOTHING = {
     "min_p": 0,
     "min_tokens": 0,
     "logit_bias": {},
+    "allowed_token_ids": None,
     "bad_words": [],
     "tool_choice": "none",
     "response_format": {"type": "text"},
@@ -516,6 +516,9 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("/v1/completions", {"prompt": "x", "logit_bias": {"320": 1}}, "logit_bias"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
+    ("/v1/completions", {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
+    ("/v1/completions", {"prompt": "x", "allowed_token_ids": [5, 320]}, "allowed_token_ids"),
+    ("/v1/completions", {"prompt": "x", "allowed_token_ids": [-1]}, "allowed_token_ids"),
     ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
     ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": 0}, "prompt"),
     ("/v1/completions", {"prompt": "x", "truncation_side": "middle"}, "body.truncation_side"),

@@ -112,6 +112,16 @@ async def test_an_edited_target_reaches_routers_at_the_next_look() -> None:
         assert {m.note and m.note.ttft_seconds for m in (await machines(pool)).values()} == {0.7}
 
 
+async def test_relegation_is_on_until_it_is_switched_off_and_that_reaches_routers_at_the_next_look() -> None:
+    async with standing_pool(basis="Work") as pool:
+        say(pool, m0=PROFILE)
+        await pool.live(20, GOOD)
+        assert {m.note and m.note.relegates for m in (await machines(pool)).values()} == {True}
+        pool.store.edit(lambda spec: spec.setdefault("router", {}).update(relegation="Never"))
+        await pool.look()
+        assert {m.note and m.note.relegates for m in (await machines(pool)).values()} == {False}
+
+
 async def test_the_policys_bound_reaches_engine_and_routers() -> None:
     async with standing_pool(basis="Work") as pool:
         say(pool, m0=PROFILE, m1=PROFILE, m2=PROFILE)

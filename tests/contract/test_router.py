@@ -396,6 +396,8 @@ async def test_every_series_exists_at_zero_before_the_first_request() -> None:
         assert metrics.of(f"{histogram}_bucket", le="+Inf") == 0
     for counter in (names.ROUTER_ARRIVALS, names.ROUTER_PROMPT_TOKENS, names.ROUTER_OUTPUT_TOKENS):
         assert metrics[f"{counter}_total"] == 0
+    for reason in ("TTFTLate", "PromptTooLong"):
+        assert metrics.of(f"{names.ROUTER_RELEGATED}_total", reason=reason) == 0
     for code in ("200", "499", "502", "503"):
         assert metrics.of(f"{names.ROUTER_REQUESTS}_total", code=code) == 0
     assert metrics[names.ROUTER_IN_FLIGHT] == metrics[names.ROUTER_OLDEST_WAITING] == 0

@@ -37,6 +37,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 2, "temperature": 0},
     "repetition_penalty": {"repetition_penalty": 2, "temperature": 0},
     "logit_bias": {"logit_bias": {"65": 100}, "temperature": 0},
+    "allowed_token_ids": {"allowed_token_ids": [65, 70, 90], "seed": 1},
     "seed": {"seed": -5},
     "stop": {"stop": list("aei "), "max_tokens": 60, "seed": 2},
     "stop_token_ids": {"stop_token_ids": list(range(50)), "max_tokens": 40, "seed": 1},

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from poolwright_engine.checkpoint.loader import LoadedModel, load_model
 from poolwright_engine.cpu.runner import CpuRunner
 from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
 from poolwright_engine.loop.observer import Observer
+from poolwright_engine.process import assembly
+from poolwright_engine.process.config import EngineConfig
 from poolwright_engine.sampling.guide import Guides
 from poolwright_engine.scheduling.batching.strategy import Strategy
 from poolwright_engine.scheduling.scheduler import Batch, Scheduler
 from poolwright_engine.scheduling.scheduler_config import Batching, PreemptionMode
 from poolwright_protocol.kv import blocks_for
+from poolwright_protocol.roles import Role, RolePut
 from support.api_server import new_service
 from support.covering import Case, all_cases, each_value, pairs_of, pairwise, values_of
 from support.parity import Expected, ask_transformers, assert_greedy, assert_same_tokens, transformers_of_gguf
@@ -49,22 +53,28 @@ def allowed(case: Case) -> bool:
     return case["chunk"] == ALL or case["batching"].cuts_prompts
 
 
-@dataclass
-class Interrupting:
-    """A strategy that takes the memory of one running sequence first, in every step whose number leaves `phase` when
-    divided by `every`; of each sequence at most twice, so that all of them end."""
+@dataclass(frozen=True)
+class Interruptions:
+    """Before which steps memory is taken: of those before `until` the ones that leave `phase` divided by `every`. After
+    `until` all get on undisturbed, and so to their end."""
 
-    inner: Strategy
     every: int
     phase: int
-    _last_number: int = -1
+    until: int
 
-    def fill(self, scheduler: Scheduler, batch: Batch) -> None:
-        victims = [sequence for sequence in scheduler.running if sequence.num_preemptions < 2]
-        if victims and batch.number % self.every == self.phase and batch.number != self._last_number:
-            self._last_number = batch.number
-            scheduler._preempt(batch, victims[batch.number // self.every % len(victims)])
-        self.inner.fill(scheduler, batch)
+    def __contains__(self, step: int) -> bool:
+        return step < self.until and step % self.every == self.phase
+
+
+NEVER = Interruptions(1, 0, 0)
+
+
+class Way(StrEnum):
+    """What became of the memory that was taken before a step."""
+
+    SWAPPED = "swapped"
+    GIVEN_UP = "given up"
+    NOBODY = "nobody"  # had any to take
 
 
 @dataclass
@@ -74,6 +84,9 @@ class Seen(Observer):
     preemptions: list[bool] = field(default_factory=list)  # whether the sequence was swapped
     hit_tokens: int = 0
     steps: int = 0
+    ways: dict[int, Way] = field(default_factory=dict)  # of the steps to interrupt, by number
+    longest_chunk: int = 0  # of one prompt in one step
+    most_prefill: int = 0  # of all prompts in one step
 
     def preempted(self, swapped: bool) -> None:
         self.preemptions.append(swapped)
@@ -83,15 +96,43 @@ class Seen(Observer):
 
     def step(self, num_tokens: int, num_prefill_tokens: int, busy_seconds: float) -> None:
         self.steps += 1
+        self.most_prefill = max(self.most_prefill, num_prefill_tokens)
+
+
+@dataclass
+class Interrupting:
+    """A strategy that takes the memory of one running sequence first, where it is to."""
+
+    inner: Strategy
+    interruptions: Interruptions
+    seen: Seen
+
+    def fill(self, scheduler: Scheduler, batch: Batch) -> None:
+        if batch.number in self.interruptions and batch.number not in self.seen.ways:
+            self.seen.ways[batch.number] = self._interrupt(scheduler, batch)
+        self.inner.fill(scheduler, batch)
+        for sequence in batch.prefilled:
+            length = batch.rows[batch.sequences.index(sequence)].length
+            self.seen.longest_chunk = max(self.seen.longest_chunk, length)
+
+    def _interrupt(self, scheduler: Scheduler, batch: Batch) -> Way:
+        victims = [sequence for sequence in scheduler.running if sequence.num_computed]
+        if not victims:
+            return Way.NOBODY
+        victim = victims[batch.number // self.interruptions.every % len(victims)]
+        scheduler._preempt(batch, victim)
+        return Way.SWAPPED if victim.host_block_ids else Way.GIVEN_UP
 
 
 def loop_config(case: Case, max_model_len: int, seats: int) -> LoopConfig:
-    chunk = case["chunk"]
+    """A step has room for a chunk beside a token of everyone; how large a chunk is, the role says. `ALL`: for every
+    prompt whole; where none is cut anyway, for the longest."""
+    chunk, cuts = case["chunk"], case["batching"].cuts_prompts
     return LoopConfig(
         max_model_len=max_model_len,
         max_num_seqs=seats,
-        max_num_batched_tokens=max_model_len if chunk == ALL else max(chunk, seats),
-        long_prefill_token_threshold=0 if chunk >= seats else chunk,
+        max_num_batched_tokens=max_model_len * (seats if cuts else 1) if chunk == ALL else chunk + seats,
+        quick_first_tokens=chunk != ALL,  # else it would cut some, once it knows what steps take
         batching=case["batching"],
         enable_prefix_caching=case["hit"],
         preemption=case["preemption"] or PreemptionMode.AUTO,
@@ -106,9 +147,10 @@ async def serving(
     seen: Seen,
     block_size: int,
     num_blocks: int,
-    interrupted: tuple[int, int] | None = None,
+    interruptions: Interruptions = NEVER,
+    chunk: int | None = None,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the application. `interrupted`: every and phase of `Interrupting`."""
+    """A client of the application. `chunk`: most tokens of prompts in a step."""
     tokenizer = loaded.tokenizer
     guides = Guides(tokenizer, loaded.config.vocab_size)
     runner = CpuRunner(
@@ -124,12 +166,20 @@ async def serving(
     engine = EngineLoop(
         runner, config=config, identity=Identity(pod_uid="uid"), eos_token_ids=tokenizer.eos_ids, observer=seen
     )
-    if interrupted is not None:
-        engine.scheduler.strategy = Interrupting(engine.scheduler.strategy, *interrupted)
+    engine.scheduler.strategy = Interrupting(engine.scheduler.strategy, interruptions, seen)
+    async with answering(engine, Served(engine, tokenizer, runner.vocab_size, 8, guides)) as client:
+        if chunk is not None:
+            await engine.put_role(RolePut("uid", Role.MIXED, 1, max_prefill_tokens_per_step=chunk))
+        yield client
+
+
+@asynccontextmanager
+async def answering(engine: EngineLoop, served: Served) -> AsyncIterator[httpx.AsyncClient]:
+    """Starts the engine, and ends it."""
     service = new_service()
     await engine.start()
     service.metrics.attach(engine.stats, engine.role_state, {})
-    service.served = Served(engine, tokenizer, runner.vocab_size, max_chars_per_token=8, guides=guides)
+    service.served = served
     service.ready = True
     try:
         transport = httpx.ASGITransport(app=create_app(service))
@@ -176,15 +226,16 @@ async def assert_case(
     case: Case,
     block_size: int = 4,
     seats: int = SEATS,
-    interrupted: tuple[int, int] | None = None,
+    interruptions: Interruptions = NEVER,
 ) -> Seen:
     """Prompts all at once, and once more where the case is a hit."""
     count = len(answers[0].output_ids)
-    longest = max(len(expected.prompt_ids) for expected in answers) + count
+    longest_prompt = max(len(expected.prompt_ids) for expected in answers)
     seen = Seen()
-    config = loop_config(case, longest + 1, seats)
+    config = loop_config(case, longest_prompt + count + 1, seats)
     num_blocks = 2 * seats * blocks_for(config.max_model_len, block_size)
-    async with serving(loaded, config, seen, block_size, num_blocks, interrupted) as client:
+    chunk = None if case["chunk"] == ALL else case["chunk"]
+    async with serving(loaded, config, seen, block_size, num_blocks, interruptions, chunk) as client:
         for _ in range(1 + case["hit"]):
             asked: list[Awaitable[list[list[int]]]] = [
                 complete(client, expected.prompt_ids, count, case["n"], case["stream"]) for expected in answers
@@ -193,23 +244,33 @@ async def assert_case(
                 for found in choices:
                     assert_same_tokens(found, expected)
     assert (seen.hit_tokens > 0) == case["hit"]
+    if chunk is None:
+        assert seen.longest_chunk >= longest_prompt
+    else:
+        assert chunk - block_size < seen.most_prefill <= chunk  # as chunks end on blocks, where they can
     return seen
 
 
 async def assert_case_preempted_everywhere(loaded: LoadedModel, answers: Sequence[Expected], case: Case) -> None:
-    """One run undisturbed; then, where the case preempts, as many as it takes for each of its steps to have done so."""
+    """One run undisturbed; then, where the case preempts, as many as it takes for each of its steps to have been
+    interrupted, in the way of the case, unless nobody had any memory then."""
     steps = (await assert_case(loaded, answers, case)).steps
     if case["preemption"] is None:
         return
-    every = max(4, -(-steps // 8))
-    preemptions: list[bool] = []
+    every = min(16, max(4, -(-steps // 8)))
+    ways: dict[int, Way] = {}
     for phase in range(every):
-        preemptions += (await assert_case(loaded, answers, case, interrupted=(every, phase))).preemptions
-    assert len(preemptions) >= every
-    if case["preemption"] is PreemptionMode.SWAP:
-        assert any(preemptions)  # one that has computed nothing yet has nothing to swap
-    else:
-        assert not any(preemptions)
+        interruptions = Interruptions(every, phase, until=steps)
+        seen = await assert_case(loaded, answers, case, interruptions=interruptions)
+        assert len(seen.preemptions) == sum(way is not Way.NOBODY for way in seen.ways.values())
+        ways |= seen.ways
+    assert set(ways) == set(range(steps))
+    wanted = Way.SWAPPED if case["preemption"] is PreemptionMode.SWAP else Way.GIVEN_UP
+    assert set(ways.values()) == {wanted, Way.NOBODY}  # before the first step nobody has any
+    # Nobody has any memory only between two rounds of requests; under static batching, between two batches.
+    rounds = 1 + case["hit"]
+    batches = len(answers) * case["n"] if case["batching"] is Batching.STATIC else 1
+    assert sum(way is Way.NOBODY for way in ways.values()) <= 2 * rounds * batches
 
 
 def name_of(case: Case) -> str:
@@ -325,20 +386,28 @@ def short_answers(smollm2: LoadedModel, smollm2_path: Path) -> list[Expected]:
 async def test_the_real_model_gives_transformers_tokens(
     smollm2: LoadedModel, short_answers: list[Expected], case: Case
 ) -> None:
-    """Preempted in every third step, where the case preempts."""
-    interrupted = None if case["preemption"] is None else (3, 2)
-    await assert_case(smollm2, short_answers, case, 8, REAL_SEATS, interrupted)
+    """Preempted in every third of its first steps, where the case preempts."""
+    interruptions = NEVER if case["preemption"] is None else Interruptions(every=3, phase=2, until=24)
+    seen = await assert_case(smollm2, short_answers, case, 8, REAL_SEATS, interruptions)
+    wanted = {PreemptionMode.SWAP: {Way.SWAPPED}, PreemptionMode.RECOMPUTE: {Way.GIVEN_UP}, None: set()}
+    assert set(seen.ways.values()) - {Way.NOBODY} == wanted[case["preemption"]]
 
 
 @pytest.mark.model
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-async def test_64_prompts_of_up_to_1500_tokens_give_transformers_tokens(
+async def test_64_prompts_of_up_to_1500_tokens_give_transformers_tokens_at_the_defaults_of_a_server(
     smollm2: LoadedModel, smollm2_path: Path
 ) -> None:
+    """Of a machine without a GPU: forms of products as measured, steps paced, all that nobody has to say."""
     prompts = real_prompts(smollm2, LONG_LENGTHS)
-    config = LoopConfig(max_model_len=2048, max_num_batched_tokens=2048, max_num_seqs=256)
-    async with serving(smollm2, config, Seen(), block_size=16, num_blocks=3000) as client:
+    config = EngineConfig(model=str(smollm2_path), served_model_names=("tiny",), device="cpu")
+    parts = assembly.load(config)
+    assert (parts.plan.max_num_seqs, parts.plan.max_num_batched_tokens) == (128, 2048)
+    engine = assembly.engine_loop(config, parts)
+    assert engine.scheduler.pace is not None
+    served = Served(engine, parts.tokenizer, parts.vocab_size, parts.max_chars_per_token, parts.guides)
+    async with answering(engine, served) as client:
         found = await asyncio.gather(*(complete(client, prompt, 16, n=1, stream=True) for prompt in prompts))
     theirs = transformers_of_gguf(smollm2_path)
     for prompt, (output,) in zip(prompts, found, strict=True):

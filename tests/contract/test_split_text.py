@@ -137,3 +137,24 @@ async def test_work_ends_at_the_stop_on_both_machines(pool: Split) -> None:
     for here in (pool.prompt, pool.token):
         await here.empty()
     assert pool.token.seen.generated - before < 2 * 40  # of 2 x 142: a few steps were ahead of the stop
+
+
+@pytest.mark.parametrize("header", [None, "1"])
+async def test_both_machines_of_a_pair_know_who_is_behind_all_others(pool: Split, header: str | None) -> None:
+    entered: dict[str, list[bool]] = {}
+    for here in (pool.prompt, pool.token):
+        heard = entered[here.uid] = []
+        enter = here.engine._add
+        here.engine._add = lambda tenant, heard=heard, enter=enter: (  # type: ignore[method-assign,misc]
+            heard.append(tenant.sequence.request.relegated),
+            enter(tenant),
+        )[1]
+    try:
+        prompt = TAIL + str(header)
+        headers = {names.HEADER_RELEGATED: header} if header else {}
+        asked = {"prompt": prompt, "temperature": 0, "max_tokens": 2}
+        assert (await pool.split.post("/v1/completions", json=asked, headers=headers)).status_code == 200
+    finally:
+        for here in (pool.prompt, pool.token):
+            del here.engine._add
+    assert entered == {pool.prompt.uid: [header == "1"], pool.token.uid: [header == "1"]}

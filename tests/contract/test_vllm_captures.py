@@ -103,6 +103,52 @@ async def test_an_echo_of_two_prompts_with_log_probabilities_is_vllms(http: http
     assert {key: found["usage"][key] for key in usage} == usage
 
 
+# The prompt of both captured chats: they have its number of tokens, and its log probabilities.
+CHAT = {
+    "messages": [{"role": "user", "content": "Say hi"}],
+    "temperature": 0,
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+
+
+async def test_a_chat_with_log_probabilities_is_vllms(http: httpx.AsyncClient) -> None:
+    expected = captured("chat logprobs")
+    found = (await http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 2})).json()
+    (mine,), (theirs,) = found["choices"], expected["choices"]
+    assert mine["message"] | {"reasoning": None} == theirs["message"]  # which no model here has apart
+    assert mine["logprobs"] == rounded(theirs["logprobs"])
+    assert (mine["finish_reason"], mine["stop_reason"]) == (theirs["finish_reason"], theirs["stop_reason"])
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][count] == expected["usage"][count]
+
+
+async def test_a_chat_stream_is_vllms_event_by_event(http: httpx.AsyncClient) -> None:
+    asked = {**CHAT, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    found = events((await http.post("/v1/chat/completions", json=asked)).text)
+    expected = events((VLLM / "stream_chat.txt").read_text())
+    assert [event["choices"] for event in found] == rounded([event["choices"] for event in expected])
+    usage = expected[-1]["usage"]
+    assert {key: found[-1]["usage"][key] for key in usage} == usage
+
+
+async def test_several_seeded_choices_are_vllms_in_all_but_the_draws(http: httpx.AsyncClient) -> None:
+    """Which token a seed draws hangs on the random numbers, and those are another generator's than vLLM's: its texts
+    are not to be had. What must hold of both: two choices, unlike each other, the same when asked again."""
+    expected = captured("n=2 seed")
+    asked = {"prompt": "Hello", "n": 2, "seed": 1, "temperature": 1, "max_tokens": 5, "ignore_eos": True}
+    found, again = [(await http.post("/v1/completions", json=asked)).json() for _ in range(2)]
+    assert found["choices"] == again["choices"]
+    for answer in (found, expected):
+        first, second = (choice.pop("text") for choice in answer["choices"])
+        assert first != second
+    for mine, theirs in zip(found["choices"], expected["choices"], strict=True):
+        assert mine == {key: theirs[key] for key in mine}
+        assert theirs.keys() - mine.keys() <= {"routed_experts"}
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][count] == expected["usage"][count]
+
+
 async def test_its_tokens_are_vllms(http: httpx.AsyncClient) -> None:
     expected = captured("tokenize")
     text = (await http.post("/detokenize", json={"tokens": expected["tokens"]})).json()["prompt"]

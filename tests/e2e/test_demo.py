@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.model]
+from support.tiny_llama import write_tiny_llama
+
 POOLWRIGHT = str(Path(sys.executable).with_name("poolwright"))
 
 
@@ -25,6 +26,7 @@ def children_of(parent: int) -> list[int]:
 
 
 @pytest.mark.long
+@pytest.mark.model
 @pytest.mark.timeout(1800)  # a slow machine gets longer phases
 @pytest.mark.parametrize("arguments", [[], ["--compare"]], ids=["active", "compare"])
 def test_demo_moves_machines_both_ways_and_keeps_every_promise(smollm2_path: Path, arguments: list[str]) -> None:
@@ -40,11 +42,13 @@ def test_demo_moves_machines_both_ways_and_keeps_every_promise(smollm2_path: Pat
 
 
 @pytest.mark.timeout(180)
-def test_demo_that_is_told_to_end_leaves_no_process(smollm2_path: Path, tmp_path: Path) -> None:
+def test_demo_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
+    """Of a tiny model: it is told before it measures anything."""
+    model = write_tiny_llama(tmp_path / "tiny", max_position_embeddings=1024)
     log = tmp_path / "demo.log"
     with log.open("wb") as output:
         demo = subprocess.Popen(
-            [POOLWRIGHT, "demo", "--model", str(smollm2_path)],
+            [POOLWRIGHT, "demo", "--model", str(model)],
             stdout=output,
             stderr=output,
             env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -15,7 +15,7 @@ from poolwright_kernels.attention_plan import AttentionPlan
 from poolwright_kernels.attention_reference import hybrid_attention_reference
 from poolwright_kernels.attention_tiles import Tiles, tiles_for
 from poolwright_kernels.decode_plan import plan_on_device
-from poolwright_kernels.hybrid_attention import hybrid_attention, hybrid_attention_triton
+from poolwright_kernels.hybrid_attention import hybrid_attention, hybrid_attention_triton, reciprocal_of
 from support.attention_batch import AttentionBatch, attention_batch
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
@@ -207,48 +207,78 @@ def test_what_does_not_fit_is_refused() -> None:
             call()
 
 
+def test_pages_that_are_no_power_of_two_are_refused() -> None:
+    batch = attention_batch([(1, 20)], page_size=12)
+    with pytest.raises(ValueError, match="pages of 12 tokens: the kernel needs a power of 2"):
+        attended(batch, batch.planned(batch.layout(1)))
+
+
+def test_a_row_is_divided_by_every_group_exactly() -> None:
+    for group in range(1, 129):
+        assert [row * reciprocal_of(group) >> 16 for row in range(128)] == [row // group for row in range(128)]
+
+
 # Triton decides from the arguments of a launch alone for what it is compiled, so no GPU is needed to ask. An
-# interpreting process cannot: another prints how many compilations random batches of one engine would have made.
+# interpreting process cannot: another launches random batches of models with many numbers of heads, and prints which
+# compilations they would have made, and whether each is of exactly what the tables of compiled kernels were made of.
 COUNT_COMPILATIONS = """
 import random
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
+from triton._utils import find_paths_if, get_iterable_path
 from poolwright_kernels import decode_plan, hybrid_attention
+from poolwright_kernels.attention_cases import ahead_of_time_cases
 from poolwright_kernels.attention_plan import PlanCapacity
+from poolwright_kernels.attention_tiles import tiles_for
 from support.attention_batch import attention_batch
 from test_hybrid_attention import arguments
 
 found = {}
+cases = {case.label: case for case in ahead_of_time_cases(64, 1, 90, "fp16", window=True)}
 def record(name, kernel):
-    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    case = cases[name]
     def run(*arguments, grid, warmup, **options):
         assert grid[0] > 0
-        _, specialization, _ = bind(*arguments, **options, debug=False)
-        found.setdefault(name, set()).add(str((specialization, options["num_warps"])))
+        bound, specialization, _ = bind(*arguments, **options, debug=False)
+        types, marks = ([each[i] for each in specialization] for i in (0, 1))
+        asked = (
+            dict(zip(kernel.arg_names, types)),
+            {path: get_iterable_path(list(bound.values()), path)
+             for path in find_paths_if(types, lambda _, type: type == "constexpr")},
+            {path: backend.parse_attr(get_iterable_path(marks, path))
+             for path in find_paths_if(marks, lambda _, mark: isinstance(mark, str))},
+            {option: value for option, value in options.items() if option not in kernel.arg_names},
+        )
+        proven = asked == (case.signature, case.constexprs, case.attrs, case.options)
+        found.setdefault(name, set()).add((str(asked), proven))
     kernel.run = run
-record("attention", hybrid_attention.hybrid_attention_kernel)
+record("mixed" if HAS_CHUNKS else "decode", hybrid_attention.hybrid_attention_kernel)
 record("merge", hybrid_attention.merge_kernel)
 record("plan", decode_plan.decode_plan_kernel)
 
 draw = random.Random(0)
-capacity = PlanCapacity(32, 1000)
+capacity = PlanCapacity(1000, 1000)
 for _ in range(20):
+    group, kv_heads, page_size = draw.choice((1, 3, 4, 7, 8, 16)), draw.choice((1, 2, 5)), draw.choice((4, 16, 32, 64))
     lens = [(q, q + draw.randrange(300)) for q in (draw.choice((1, 1, 16, 17)) for _ in range(draw.randint(1, 32)))]
-    batch = attention_batch(lens)
-    layout = batch.layout(draw.choice((1, 4, 16)), has_chunks=HAS_CHUNKS, capacity=capacity)
+    batch = attention_batch(lens, group, kv_heads, 64, page_size, torch.float16)
+    tiles = tiles_for(64, group, HAS_CHUNKS)
+    layout = batch.layout(draw.choice((1, 4, 16)), tiles, HAS_CHUNKS, capacity)
     _, plan = batch.buffers(layout, window=draw.choice((1, 16, 100)))
     if not HAS_CHUNKS:
         decode_plan.plan_on_device(plan)
     output = torch.empty_like(batch.query, memory_format=torch.contiguous_format)
     hybrid_attention.hybrid_attention_triton(*arguments(batch, plan, output, plan.window, 0.0))
-print(sorted((name, len(kinds)) for name, kinds in found.items()))
+print(sorted((name, [proven for _, proven in kinds]) for name, kinds in found.items()))
 """
 
 
 @pytest.mark.parametrize("has_chunks", [True, False])
-def test_no_batch_compiles_anew(has_chunks: bool) -> None:
+def test_no_batch_and_no_number_of_heads_compiles_anew(has_chunks: bool) -> None:
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", f"HAS_CHUNKS = {has_chunks}\n{COUNT_COMPILATIONS}"],
@@ -259,5 +289,5 @@ def test_no_batch_compiles_anew(has_chunks: bool) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    kinds = [("attention", 1), ("merge", 1)] if has_chunks else [("attention", 1), ("merge", 1), ("plan", 1)]
-    assert done.stdout.strip() == str(kinds)
+    kernels = ["merge", "mixed"] if has_chunks else ["decode", "merge", "plan"]
+    assert done.stdout.strip() == str([(kernel, [True]) for kernel in kernels])

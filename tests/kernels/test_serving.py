@@ -20,11 +20,12 @@ from poolwright_engine.checkpoint.loader import load_model
 from poolwright_engine.cuda.graphs import GraphSizes
 from poolwright_engine.cuda.model import CudaModel
 from poolwright_engine.cuda.runner import CudaRunner
-from poolwright_engine.scheduling.runner import Row, Seat, Step
+from poolwright_engine.scheduling.runner import Seat
 from poolwright_kernels import (
     block_copy, decode_plan, gated_unit, hybrid_attention, penalties, rms_norm, rotary_write, sampling
 )
 from poolwright_kernels.ops import register_cpu
+from support.placed import placed, step_of
 from support.runner_pair import PARAMS
 from support.tiny_llama import write_tiny_llama
 
@@ -78,9 +79,9 @@ def drive(runner):
             ids = tuple(draw.randrange(256) for _ in range(length))
             seat = Seat(ids, (7,)) if start == 0 and params.needs_history else None
             samples = guesses > 0 or draw.random() < 0.8
-            rows.append(Row(slot, start, length, ids, table, samples, params, num_draft=guesses, seat=seat))
+            rows.append(placed(slot, start, length, ids, table, samples, params, num_draft=guesses, seat=seat))
             places[slot][1] += length
-        runner.submit(Step(number, tuple(rows))).result()
+        runner.submit(step_of(number, tuple(rows))).result()
         blocks = draw.sample(range(1, 70), draw.randint(1, 7))
         first = draw.randrange(runner.kv_shape.layers)
         layers = range(first, draw.randint(first + 1, runner.kv_shape.layers))

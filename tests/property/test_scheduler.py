@@ -152,7 +152,7 @@ class Serving(RuleBasedStateMachine):
             alone.add(sequence.request)
             decision = alone.turn(depth=1)
             assert decision.step is not None
-            assert list(decision.step.rows[0].table(BLOCK_SIZE)) == blocks
+            assert list(decision.step.rows[0].table(0, BLOCK_SIZE)) == blocks
             layers, heads = range(peer.kv_shape.layers), range(peer.kv_shape.kv_heads)
             data = peer.read_blocks(layers, heads, blocks).result()
             self.bed.runner.write_blocks(layers, heads, sequence.block_ids[: len(blocks)], data)

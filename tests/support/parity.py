@@ -39,8 +39,9 @@ class Expected:
         return len(self.prompt_ids) + len(self.output_ids) - len(self.logits)
 
 
+@functools.lru_cache(maxsize=1)
 def transformers_of_gguf(path: Path) -> Any:
-    """transformers' own float32 model of a GGUF file."""
+    """transformers' own float32 model of a GGUF file. Kept for the next module: loading it takes longer than asking."""
     from transformers import AutoModelForCausalLM
 
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +114,7 @@ def generate(
     try:
         number = 0
         while any(len(output) < count for output in outputs):
-            rows, owners = [], []
+            rows, starts, owners = [], [], []
             for slot, prompt in enumerate(prompts):
                 if number < slot or len(outputs[slot]) == count:
                     continue
@@ -121,12 +122,13 @@ def generate(
                 if start < len(prompt):
                     ids = tuple(prompt[start : start + chunk])
                     last = start + len(ids) == len(prompt)
-                    rows.append(Row(slot, start, len(ids), ids, tuple(tables[slot]), last, GREEDY))
+                    rows.append(Row(slot, len(ids), ids, tuple(tables[slot]), last, GREEDY))
                 else:
-                    rows.append(Row(slot, start, 1, (), tuple(tables[slot]), True, GREEDY, use_last_sampled=True))
+                    rows.append(Row(slot, 1, (), tuple(tables[slot]), True, GREEDY, use_last_sampled=True))
+                starts.append(start)
                 owners.append(slot)
                 done[slot] += rows[-1].length
-            result = runner.submit(Step(number, tuple(rows))).result()
+            result = runner.submit(Step(number, tuple(rows), tuple(starts))).result()
             for slot, token_ids in zip(owners, result.token_ids, strict=True):
                 outputs[slot].extend(token_ids)
             number += 1

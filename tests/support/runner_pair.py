@@ -28,6 +28,9 @@ PARAMS = (
     params(temperature=0.8, seed=44, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.4, min_tokens=9),
     params(temperature=1.0, seed=45, logit_bias=tuple((token, 4.0) for token in range(60, 70)), logprobs=-1),
     params(temperature=1.0, seed=46, guide=CHOICES),
+    params(temperature=1.0, seed=49, allowed_token_ids=tuple(range(60, 90)), logprobs=2),
+    params(temperature=1.0, seed=50, allowed_token_ids=(70, 256, 90), min_tokens=6, repetition_penalty=1.2),
+    params(temperature=1.0, seed=51, allowed_token_ids=tuple(range(40, 319)), guide=WORDS),
     params(temperature=1.0, seed=47, guide=WORDS, min_tokens=9, frequency_penalty=0.3),
     params(temperature=0.7, seed=48, presence_penalty=1.5, prompt_logprobs=0),
 )
@@ -88,7 +91,7 @@ class RunnerPair:
         return Sequence_(tuple(self.random.randrange(256) for _ in range(length)), self.random.choice(PARAMS))
 
     def _step(self) -> None:
-        rows, members = [], []
+        rows, starts, members = [], [], []
         for sequence in self.random.sample(self.sequences, len(self.sequences)):
             if sequence.guessing or self.random.random() < 0.2:
                 continue
@@ -113,7 +116,6 @@ class RunnerPair:
             rows.append(
                 Row(
                     sequence.slot,
-                    start,
                     length + len(guesses),
                     () if ahead else (*sequence.ids[start:stop], *guesses),
                     sequence.blocks,
@@ -125,12 +127,13 @@ class RunnerPair:
                     next_token_id=sequence.prompt[stop] if is_prompt and not samples else None,
                 )
             )
+            starts.append(start)
             sequence.computed += length
             sequence.in_flight += samples
             sequence.unread_rows += 1
             sequence.guessing = bool(guesses)
             members.append((sequence, len(guesses)))
-        step = Step(self.number, tuple(rows))
+        step = Step(self.number, tuple(rows), tuple(starts))
         self.number += 1
         self.pending.append((members, [runner.submit(step) for runner in self.runners]))
 

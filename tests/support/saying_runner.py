@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from poolwright_engine.scheduling.runner import Row, Step, StepResult
+from poolwright_engine.scheduling.runner import Step, StepResult
 from poolwright_engine.scheduling.sequence import TokenLogprobs
 from support.scripted_runner import SHAPE
 
@@ -32,12 +32,15 @@ class SayingRunner:
     def result(self, step: Step) -> StepResult:
         if not self.gate.wait(timeout=30):
             raise RuntimeError("the gate stayed closed")
-        tokens = tuple((self._token(row),) if row.samples else () for row in step.rows)
+        tokens = tuple(
+            (self._token(context),) if row.samples else ()
+            for context, row in zip(step.contexts, step.rows, strict=True)
+        )
         logprobs = tuple(tuple(TokenLogprobs(token, -0.5, ((token, -0.5),), 1) for token in made) for made in tokens)
         return StepResult(step.number, tokens, logprobs, 0.0)
 
-    def _token(self, row: Row) -> int:
-        index = row.start + row.length - self.prompt_tokens
+    def _token(self, context: int) -> int:
+        index = context - self.prompt_tokens
         if index == self.fail_at_token:
             raise RuntimeError("the device broke")
         return self.said[index] if 0 <= index < len(self.said) else self.end

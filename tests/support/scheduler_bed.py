@@ -71,8 +71,8 @@ class SchedulerBed:
             self.swaps += len(swap.block_ids)
         if decision.step is not None:
             assert len({row.slot for row in decision.step.rows}) == len(decision.step.rows)
-            for row, sequence in zip(decision.step.rows, decision.computing, strict=True):
-                assert row.start + row.length < min(sequence.max_tokens_total, self.it.config.max_model_len)
+            for context, sequence in zip(decision.step.contexts, decision.computing, strict=True):
+                assert context < min(sequence.max_tokens_total, self.it.config.max_model_len)
             self._in_flight.append((decision.step, self.runner.submit(decision.step)))
             self.number += 1
         self.check()

@@ -161,21 +161,22 @@ class ScriptedRunner:
             raise RuntimeError("the device broke")
         if self.step_seconds:
             time.sleep(self.step_seconds)
-        tokens = tuple(self._run_row(row) for row in step.rows)
-        prompt_logprobs = tuple(self._prompt_logprobs(row) for row in step.rows)
+        placed = list(zip(step.starts, step.rows, strict=True))
+        tokens = tuple(self._run_row(start, row) for start, row in placed)
+        prompt_logprobs = tuple(self._prompt_logprobs(start, row) for start, row in placed)
         return StepResult(step.number, tokens, ((),) * len(tokens), self.step_seconds, prompt_logprobs)
 
-    def _run_row(self, row: Row) -> tuple[int, ...]:
+    def _run_row(self, start: int, row: Row) -> tuple[int, ...]:
         token_ids = (self._last_sampled[row.slot],) if row.use_last_sampled else row.token_ids
         if len(token_ids) != row.length or row.length < 1:
             raise ValueError(f"{len(token_ids)} ids for a row of {row.length}")
-        table = row.table(self.block_size)
-        if len(table) * self.block_size < row.start + row.length or 0 in table:
+        table = row.table(start, self.block_size)
+        if len(table) * self.block_size < start + row.length or 0 in table:
             raise ValueError("the block table is too short, or holds the null block")
         if row.seat is not None:
             self._seats[row.slot] = [*row.seat.prompt_ids, *row.seat.output_ids]
         layers, heads = np.arange(SHAPE.layers)[:, None], np.arange(SHAPE.kv_heads)[None, :]
-        for position, token in enumerate(token_ids, row.start):
+        for position, token in enumerate(token_ids, start):
             block, offset = table[position // self.block_size], position % self.block_size
             # K says which token it is, V where it stands; both differ from layer to layer and head to head.
             self._cache[0, :, block, offset, :, 0] = token * 31 + layers * 7 + heads
@@ -184,7 +185,7 @@ class ScriptedRunner:
             return ()
         sampled: list[int] = []
         for guess in (*token_ids[row.length - row.num_draft :], None):
-            length = row.start + row.length - row.num_draft + len(sampled)
+            length = start + row.length - row.num_draft + len(sampled)
             history = self._cache[:, :, list(table)].reshape(2, SHAPE.layers, -1, SHAPE.kv_heads)[:, :, :length]
             read = self._decode(history)
             if row.params.needs_history and read != self._seats.get(row.slot):
@@ -197,11 +198,11 @@ class ScriptedRunner:
         self._last_sampled[row.slot] = sampled[-1]
         return tuple(sampled)
 
-    def _prompt_logprobs(self, row: Row) -> tuple[TokenLogprobs, ...]:
+    def _prompt_logprobs(self, start: int, row: Row) -> tuple[TokenLogprobs, ...]:
         if row.params.prompt_logprobs is None or row.use_last_sampled:
             return ()
         ids = row.token_ids[1:] if row.samples else (*row.token_ids[1:], row.next_token_id)
-        return tuple(prompt_logprob(token, position) for position, token in enumerate(ids, row.start + 1))
+        return tuple(prompt_logprob(token, position) for position, token in enumerate(ids, start + 1))
 
     def _decode(self, history: Any) -> list[object]:
         """Token ids, where every layer and head agree on token and position; otherwise what was found there."""

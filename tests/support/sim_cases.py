@@ -94,6 +94,7 @@ def case_of(seed: int) -> Case:
             tbt_target_seconds=chance.choice((None, 0.03)),
             tbt_deadlines=chance.choice(tuple(TbtDeadlines)),
             quick_first_tokens=chance.random() < 0.5,
+            relegated_seconds=chance.choice((30.0, 0.3)),
             most_tokens=1024,
             max_sequences=sequences,
             block_tokens=block,

@@ -1,20 +1,19 @@
 """What pytest does for tests on the bed: prepares it outside of any test's time limit; in CI lets none be skipped.
 
-Owns these hooks and the order of tests; and that those with a node, which measure, begin when no other session of the
-suite runs. Loaded by tests/conftest.py.
+Owns these hooks, the order of tests, and that they wait while another session measures. Loaded by tests/conftest.py.
 """
 
 import os
 import subprocess
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from testbed import prepare, progress
+from testbed import prepare, progress, quiet
+from testbed.quiet import Quiet
 
 BED_MARKERS = ("cluster", "node", "prometheus")
-AFTER = "POOLWRIGHT_TEST_ALONE_AFTER"  # the other session's process id, from scripts/suite.py
 
 
 def _needs_bed(item: pytest.Item) -> bool:
@@ -23,6 +22,10 @@ def _needs_bed(item: pytest.Item) -> bool:
 
 def on_ci() -> bool:
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_quiet] = quiet.of_this_suite()
 
 
 @pytest.hookimpl(trylast=True)
@@ -35,9 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 _background = pytest.StashKey[subprocess.Popen[bytes] | None]()
+_quiet = pytest.StashKey[Quiet | None]()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if (found := config.stash.get(_quiet, None)) is not None:
+        found.close()
     process = config.stash.get(_background, None)
     if process is not None and process.poll() is None:
         process.terminate()
@@ -46,9 +52,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Waits for what the test's fixtures need, and for quiet where it needs that, before the test's clock starts."""
-    if item.get_closest_marker("node") and AFTER in os.environ:
-        _wait_for_end(int(os.environ.pop(AFTER)))
+    """Waits for the end of what another session measures, and for what the test's fixtures need, before the test's
+    clock starts."""
+    if (found := item.config.stash[_quiet]) is not None:
+        found.begin(item.path)
     wanted = prepare.wanted_by(set(getattr(item, "fixturenames", ())))
     if wanted:
         capture = item.config.pluginmanager.getplugin("capturemanager")
@@ -64,14 +71,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
-def _wait_for_end(process_id: int) -> None:
-    """Of the other session, which its parent reaps as soon as it has ended."""
-    while True:
-        try:
-            os.kill(process_id, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.5)
+@pytest.fixture(scope="session")
+def alone(pytestconfig: pytest.Config) -> Callable[[], AbstractContextManager[None]]:
+    """A context for what is measured: no test of another session of the suite runs meanwhile."""
+    found = pytestconfig.stash[_quiet]
+    return nullcontext if found is None else found.alone
 
 
 @pytest.hookimpl(wrapper=True)

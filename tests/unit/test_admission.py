@@ -6,6 +6,8 @@ import pytest
 
 from poolwright.core.admission import (
     MOST_RELEGATED_SHARE,
+    OVERTAKEN,
+    SURE,
     Admission,
     AdmissionReason,
     Tally,
@@ -60,11 +62,11 @@ def test_what_is_in_time_is_taken_with_both_predictions() -> None:
 
 def test_a_refusal_says_when_the_queue_will_have_drained_under_the_budget() -> None:
     site = Site()
-    site.queue(2000, 20)
+    site.queue(1000, 40)
     refused = site.judge()
     assert (refused.verdict, refused.reason) == (Verdict.REJECT, AdmissionReason.TTFT_LATE)
     assert refused.retry_after_seconds is not None
-    late = refused.ttft_seconds - TARGETS.ttft_seconds
+    late = refused.ttft_seconds + OVERTAKEN * PRICES.queue_seconds(40_000, 40 * 5e5) - SURE * TARGETS.ttft_seconds
     assert late <= refused.retry_after_seconds < late + 1
     request, loads = RoutingRequest(1000, output_tokens=100), site.ledger.loads(NOW)
     then = admit(request, [P1, T1], loads, NOW + refused.retry_after_seconds, TARGETS, FULL_TALLY)[0]
@@ -77,7 +79,7 @@ def test_streams_that_will_have_ended_by_the_end_of_the_prefill_do_not_count() -
     site.decode(480, output=10)
     now = site.judge(tokens=100, output=10)
     assert (now.verdict, now.reason) == (Verdict.REJECT, AdmissionReason.TBT_LATE)
-    site.queue(2000, 3)
+    site.queue(1000, 4)
     assert site.judge(tokens=1000, output=10).verdict is Verdict.ADMIT
 
 
@@ -103,7 +105,7 @@ def test_a_tbt_below_a_step_is_never_met() -> None:
 
 def test_up_to_a_twentieth_is_relegated_and_the_rest_refused() -> None:
     site = Site()
-    site.queue(2000, 20)
+    site.queue(1000, 40)
     tally, verdicts = Tally(), []
     for _ in range(1000):
         judged, tally = admit(RoutingRequest(1000), [P1, T1], site.ledger.loads(NOW), NOW, TARGETS, tally)
@@ -116,7 +118,7 @@ def test_up_to_a_twentieth_is_relegated_and_the_rest_refused() -> None:
 
 def test_where_nothing_may_be_refused_the_late_go_behind_all_others_and_nobody_else() -> None:
     site = Site()
-    site.queue(2000, 20)
+    site.queue(1000, 40)
     request = RoutingRequest(1000, output_tokens=100)
 
     def judged(request: RoutingRequest) -> Admission:
@@ -133,7 +135,7 @@ def test_where_nothing_may_be_refused_the_late_go_behind_all_others_and_nobody_e
     after = site.ledger.loads(NOW)
     assert after["p"].free_at == before["p"].free_at  # nobody waits for it
     assert after["t"].streams == before["t"].streams
-    assert site.ledger.work()["p"].prompt_tokens == 20 * 2000 + 1000  # but it is work
+    assert site.ledger.work()["p"].prompt_tokens == 40 * 1000 + 1000  # but it is work
     entry.first_token(NOW + 1)
     assert site.ledger.loads(NOW)["t"].streams == before["t"].streams + 1
     entry.close()
@@ -141,6 +143,27 @@ def test_where_nothing_may_be_refused_the_late_go_behind_all_others_and_nobody_e
     site = Site()
     site.decode(500)
     assert judged(request).verdict is Verdict.ADMIT  # to go behind others would not make its steps shorter
+
+
+def test_longer_prompts_that_wait_are_not_in_the_way_of_a_short_one() -> None:
+    """The engine computes the shortest first, beside a part of the one that came first."""
+    site = Site()
+    site.queue(2000, 6)  # 1.3 s
+    assert site.judge(tokens=2000).reason is AdmissionReason.TTFT_LATE
+    short = site.judge(tokens=100)
+    assert short.verdict is Verdict.ADMIT
+    assert short.ttft_seconds == pytest.approx(PRICES.prefill_seconds(100) + 0.005)
+    site.queue(80, 10)
+    behind = site.judge(tokens=100).ttft_seconds
+    assert short.ttft_seconds + PRICES.queue_seconds(800, 10 * 3200) < behind < 0.5
+
+
+def test_a_line_of_several_times_the_target_is_late_for_everybody() -> None:
+    site = Site()
+    site.queue(2000, 20)
+    judged = site.judge(tokens=100)
+    assert judged.reason is AdmissionReason.TTFT_LATE
+    assert judged.ttft_seconds < SURE
 
 
 def test_the_tally_forgets() -> None:

@@ -9,6 +9,8 @@ from poolwright_engine.scheduling.sequence import SequenceState
 from support.scheduler_bed import SchedulerBed, request
 from support.scripted_runner import expected
 
+RELEGATED_SECONDS = 30.0
+
 
 def lengths(bed: SchedulerBed) -> list[list[int]]:
     return [[row.length for row in d.step.rows] for d in bed.decisions if d.step]
@@ -52,6 +54,31 @@ def test_vllm_cuts_by_threshold_then_by_scheduled_tokens_and_not_on_blocks() -> 
     assert lengths(bed) == [[1, 9]]
 
 
+@pytest.mark.parametrize("batching", Batching)
+def test_fewer_tokens_may_be_scheduled_than_a_step_has_memory_for(batching: Batching) -> None:
+    """With any batching; more than that has no effect."""
+    most = 64
+    for scheduled in (16, 200):
+        if not batching.cuts_prompts and scheduled < 40:
+            continue
+        bed = SchedulerBed(
+            num_blocks=400, batching=batching, max_model_len=40, max_num_batched_tokens=most, max_num_seqs=4,
+            max_num_scheduled_tokens=scheduled, static_window_seconds=0,
+        )  # fmt: skip
+        for number in range(4):
+            bed.add(request(prompt(number, 35), 2, arrival=number))
+        for _ in range(12):
+            bed.turn(depth=1)
+        sizes = [sum(step) for step in lengths(bed)]
+        assert max(sizes) <= min(most, scheduled)
+        assert sum(sizes) >= 4 * 35
+    with pytest.raises(ValueError, match="max_num_scheduled_tokens must be at least max_num_seqs"):
+        SchedulerConfig(max_model_len=40, max_num_seqs=4, max_num_scheduled_tokens=3, batching=batching)
+    if not batching.cuts_prompts:
+        with pytest.raises(ValueError, match="at least max_model_len"):
+            SchedulerConfig(max_model_len=40, max_num_seqs=4, max_num_scheduled_tokens=16, batching=batching)
+
+
 def test_vllm_admits_nobody_in_a_step_that_preempted() -> None:
     bed = SchedulerBed(num_blocks=9, batching=Batching.VLLM, watermark=0, enable_prefix_caching=False)
     for number in range(2):
@@ -74,11 +101,11 @@ def test_orca_mixes_whole_prompts_with_decodes() -> None:
 
 
 def test_prompts_that_wait_together_share_quick_steps_and_a_lone_one_has_the_budget() -> None:
-    for quick, first in ((False, [128] * 8), (True, [128, 128])):
+    for quick, first in ((False, [128] * 8), (True, [128] * 3)):
         bed = SchedulerBed(
             num_blocks=400, block_size=16, max_model_len=2048, max_num_batched_tokens=2048, quick_first_tokens=quick
         )
-        bed.it.prompt_overhead_tokens = 50.0  # sqrt(50 · 1024) is 226: four tiles
+        bed.it.prompt_overhead_tokens = 50.0  # a fourth would let three wait for 128 tokens, to spare five 50
         for number in range(8):
             bed.add(request(prompt(10 * number, 128), 2, arrival=number))
         bed.turn(depth=1)
@@ -88,6 +115,16 @@ def test_prompts_that_wait_together_share_quick_steps_and_a_lone_one_has_the_bud
     bed.add(request(prompt(1, 1500), 2))
     bed.turn(depth=1)
     assert lengths(bed) == [[1500]]
+
+
+def test_quick_steps_keep_the_share_of_a_huge_prompt_that_is_first_in_line() -> None:
+    bed = SchedulerBed(num_blocks=2200, max_model_len=8192, max_num_batched_tokens=512, quick_first_tokens=True)
+    bed.it.prompt_overhead_tokens = 0.0
+    bed.add(request(prompt(1, 8000), 2))
+    for number in range(4):
+        bed.add(request(prompt(10 * number, 64), 2, arrival=number + 1))
+    bed.turn(depth=1)
+    assert lengths(bed) == [[128, 64]]  # a quarter of the budget, and the shortest
 
 
 @pytest.mark.parametrize("batching", [b for b in Batching if b is not Batching.STATIC])
@@ -101,6 +138,58 @@ def test_who_is_relegated_goes_behind_all_others_and_is_served(batching: Batchin
     while late.state is not SequenceState.FINISHED:
         bed.turn(depth=1)
     assert len(late.output_ids) == 2
+
+
+@pytest.mark.parametrize("batching", [Batching.SARATHI, Batching.VLLM, Batching.ORCA])
+@pytest.mark.parametrize("memory", ["enough", "short"])
+def test_who_is_relegated_waits_no_longer_than_stated_however_many_keep_coming(batching: Batching, memory: str) -> None:
+    """A step is a second, and brings a prompt of nearly all its tokens."""
+    bed = SchedulerBed(
+        num_blocks=400 if memory == "enough" else 48,
+        batching=batching,
+        max_model_len=128,
+        max_num_batched_tokens=128,
+        relegated_seconds=RELEGATED_SECONDS,
+        check=False,
+    )
+    late = bed.add(replace(request(prompt(1, 8), 2), relegated=True))
+    for number in range(2, 5):
+        bed.add(request(prompt(number, 124), 2))
+    for number in range(5, 80):
+        bed.add(request(prompt(number, 124), 2, arrival=bed.number))
+        if bed.number < RELEGATED_SECONDS:
+            assert late.state is SequenceState.WAITING
+        bed.turn(depth=1)
+        if late.output_ids:
+            break
+    assert RELEGATED_SECONDS <= bed.first_step[late] <= RELEGATED_SECONDS + 8
+    bed.run(depth=1)
+    assert bed.it._relegated == []
+
+
+def test_relegated_requests_come_back_in_order_of_arrival_and_leave_nothing_when_they_end() -> None:
+    bed = SchedulerBed(
+        num_blocks=400,
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+        relegated_seconds=RELEGATED_SECONDS,
+    )
+    decoding(bed, 1, max_tokens=62)
+    early, other, given_up = [
+        bed.add(replace(request(prompt(n, 8), 2, arrival=at), relegated=True)) for n, at in ((2, 0), (3, 1), (4, 0.5))
+    ]
+    assert bed.it.waiting == [early, given_up, other]
+    plain = bed.add(request(prompt(5, 8), 2, arrival=5))
+    assert bed.it.waiting == [plain, early, given_up, other]
+    bed.it.end(given_up)
+    while bed.number <= RELEGATED_SECONDS:
+        bed.turn(depth=1)
+    assert bed.it.waiting == [early, plain, other]
+    bed.turn(depth=1)
+    assert bed.it.waiting == [early, other, plain]
+    assert [s.relegated for s in (early, other, given_up)] == [False] * 3
+    bed.run(depth=1)
 
 
 def test_sarathi_without_chunks_is_orca() -> None:

@@ -1,10 +1,11 @@
 """The automatic token budget: no decode late, no prompt at a standstill, and steps learnt as they are."""
 
 import random
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, tokens_of_least_wait
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, prompts_of_least_wait
 from poolwright_engine.scheduling.scheduler_config import SchedulerConfig, TbtDeadlines, TokenBudget
 from poolwright_protocol.flops import visible_keys
 from poolwright_protocol.step_time import StepCost, StepProfile
@@ -104,7 +105,7 @@ def chunks(
         assert decision.step is not None
         work = StepWork(
             decision.step.num_tokens,
-            sum(row.start + row.length for row in decision.step.rows),
+            sum(decision.step.contexts),
             decision.num_prefill_tokens > 0,
         )
         spent = seconds(work, COST if work.has_prefill else PROFILE.decode)
@@ -160,23 +161,44 @@ def test_the_margin_becomes_what_steps_take_beyond_the_prediction() -> None:
     assert 1.02 * seconds(StepWork(tokens(steady), 20_000 + tokens(steady), True)) <= 0.060 * 1.001
 
 
-@pytest.mark.parametrize(("overhead", "waiting"), [(50.0, 1024), (200.0, 1024), (200.0, 20_000), (5.0, 300)])
-def test_steps_of_least_wait_are_what_trying_all_sizes_finds(overhead: float, waiting: int) -> None:
-    def mean_wait(size: int) -> float:
-        """Of the tokens, each waits for the end of its step."""
-        ends, left, now = 0.0, waiting, 0.0
+@pytest.mark.parametrize("overhead", [0.0, 10.0, 68.0, 200.0, 5000.0])
+@pytest.mark.parametrize("lengths", [[128] * 8, [128] * 40, [20, 30, 200, 1000], [16] * 3, [7, 4000], [900]])
+def test_steps_of_least_wait_are_near_the_best_that_trying_all_divisions_finds(
+    overhead: float, lengths: list[int]
+) -> None:
+    """Of prompts in a line, each gets its first token at the end of the step that holds it, and nobody else comes."""
+
+    def total(counts: Iterable[int]) -> float:
+        found, now, first = 0.0, 0.0, 0
+        for count in counts:
+            now += overhead + sum(lengths[first : first + count])
+            found += count * now
+            first += count
+        return found
+
+    def own() -> Iterator[int]:
+        left = lengths
         while left:
-            part = min(size, left)
-            now, left = now + overhead + part, left - part
-            ends += part * now
-        return ends / waiting
+            yield (count := prompts_of_least_wait(overhead, left))
+            left = left[count:]
 
-    found = mean_wait(tokens_of_least_wait(overhead, waiting, 16))
-    assert found <= 1.05 * min(mean_wait(size) for size in range(16, waiting + 16, 16))
+    # The best from each place on: a step of any number of prompts delays all that are left by its own time.
+    best = [0.0] * (len(lengths) + 1)
+    for first in reversed(range(len(lengths))):
+        left = len(lengths) - first
+        best[first] = min(
+            left * (overhead + sum(lengths[first : first + count])) + best[first + count]
+            for count in range(1, left + 1)
+        )
+    assert best[0] <= total(own()) * (1 + 1e-9) <= 1.15 * best[0]
 
 
-def test_without_overhead_a_step_is_a_tile() -> None:
-    assert tokens_of_least_wait(0.0, 1000, 64) == 64
+def test_without_overhead_a_step_is_a_prompt_and_the_longer_the_line_the_larger_it_is() -> None:
+    assert prompts_of_least_wait(0.0, [64] * 9) == 1
+    found = [prompts_of_least_wait(50.0, [128] * count) for count in range(1, 400)]
+    assert found == sorted(found)
+    assert found[0] == 1
+    assert found[-1] > 50
 
 
 def test_without_decodes_the_budget_is_all_there_is() -> None:
@@ -203,7 +225,8 @@ def paced_steps(
         decision = bed.it.schedule(bed.number)
         bed.number += 1
         assert decision.step is not None
-        pairs = sum(visible_keys(row.start, row.length) for row in decision.step.rows)
+        placed = zip(decision.step.starts, decision.step.rows, strict=True)
+        pairs = sum(visible_keys(start, row.length) for start, row in placed)
         spent = 0.05 + decision.step.num_tokens * token_seconds + pairs * pair_seconds
         result = bed.runner.submit(decision.step).result()
         bed.it.update(result.__class__(result.number, result.token_ids, result.logprobs, spent))

@@ -18,8 +18,9 @@ from poolwright_engine.cpu import runner as cpu_runner
 from poolwright_engine.cpu.runner import CpuRunner
 from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_engine.sampling.guide import Guides
-from poolwright_engine.scheduling.runner import Row, Seat, Step, StepResult
+from poolwright_engine.scheduling.runner import Seat, StepResult
 from poolwright_engine.scheduling.sequence import Guide, GuideKind, SamplingParams, TokenLogprobs
+from support.placed import Placed, placed, step_of
 from support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -55,23 +56,23 @@ def make_runner(loaded: LoadedModel, duty_percent: int = 100) -> CpuRunner:
     )
 
 
-def prompt_row(slot: int, blocks: tuple[int, ...], ids: tuple[int, ...] = PROMPT) -> Row:
-    return Row(slot, 0, len(ids), ids, blocks, samples=True, params=GREEDY)
+def prompt_row(slot: int, blocks: tuple[int, ...], ids: tuple[int, ...] = PROMPT) -> Placed:
+    return placed(slot, 0, len(ids), ids, blocks, samples=True, params=GREEDY)
 
 
-def decode_row(slot: int, position: int, blocks: tuple[int, ...]) -> Row:
-    return Row(slot, position, 1, (), blocks, samples=True, params=GREEDY, use_last_sampled=True)
+def decode_row(slot: int, position: int, blocks: tuple[int, ...]) -> Placed:
+    return placed(slot, position, 1, (), blocks, samples=True, params=GREEDY, use_last_sampled=True)
 
 
 def continue_greedily(runner: CpuRunner, slot: int, blocks: tuple[int, ...], start: int, count: int) -> list[int]:
     """All steps are submitted before the first is read."""
-    steps = [Step(i, (decode_row(slot, start + i, blocks),)) for i in range(count)]
+    steps = [step_of(i, (decode_row(slot, start + i, blocks),)) for i in range(count)]
     handles = [runner.submit(step) for step in steps]
     return [token_id for handle in handles for (token_id,) in handle.result().token_ids]
 
 
 def greedy_stream(runner: CpuRunner, slot: int, blocks: tuple[int, ...], count: int) -> list[int]:
-    ((first,),) = runner.submit(Step(0, (prompt_row(slot, blocks),))).result().token_ids
+    ((first,),) = runner.submit(step_of(0, (prompt_row(slot, blocks),))).result().token_ids
     return [first, *continue_greedily(runner, slot, blocks, len(PROMPT), count - 1)]
 
 
@@ -80,7 +81,7 @@ def test_a_step_ahead_uses_the_token_that_the_step_before_samples(runner: CpuRun
     ahead = greedy_stream(runner, 0, (5, 9, 2, 7), 6)
     ids = list(PROMPT)
     for expected in ahead:
-        result = runner.submit(Step(0, (prompt_row(1, (11, 12, 13, 14), tuple(ids)),))).result()
+        result = runner.submit(step_of(0, (prompt_row(1, (11, 12, 13, 14), tuple(ids)),))).result()
         assert result.token_ids == ((expected,),)
         ids.append(expected)
 
@@ -88,13 +89,13 @@ def test_a_step_ahead_uses_the_token_that_the_step_before_samples(runner: CpuRun
 def test_submit_returns_before_the_step_is_done(loaded: LoadedModel) -> None:
     runner = make_runner(loaded, duty_percent=1)  # each step takes a hundred times its work
     try:
-        runner.submit(Step(0, (prompt_row(0, (1, 2)),))).result()
+        runner.submit(step_of(0, (prompt_row(0, (1, 2)),))).result()
         began = time.perf_counter()
-        handle = runner.submit(Step(1, (prompt_row(0, (1, 2)),)))
+        handle = runner.submit(step_of(1, (prompt_row(0, (1, 2)),)))
         submitted = time.perf_counter() - began
         result = handle.result()
         assert submitted < 0.5 * result.busy_seconds
-        assert not runner.submit(Step(2, (prompt_row(0, (1, 2)),))).done()
+        assert not runner.submit(step_of(2, (prompt_row(0, (1, 2)),))).done()
     finally:
         runner.close()
 
@@ -105,7 +106,7 @@ def test_a_capped_runner_rests_for_its_share(loaded: LoadedModel) -> None:
     row = prompt_row(0, tuple(range(1, 31)), tuple(i % 256 for i in range(120)))
     try:
         began = time.process_time()
-        busy = sum(runner.submit(Step(i, (row,))).result().busy_seconds for i in range(5))
+        busy = sum(runner.submit(step_of(i, (row,))).result().busy_seconds for i in range(5))
         computed = time.process_time() - began
     finally:
         runner.close()
@@ -113,24 +114,24 @@ def test_a_capped_runner_rests_for_its_share(loaded: LoadedModel) -> None:
 
 
 def test_a_row_that_does_not_sample_gives_no_token(runner: CpuRunner) -> None:
-    chunk = Row(0, 0, 4, PROMPT[:4], (1, 2), samples=False, params=GREEDY)
-    result = runner.submit(Step(3, (chunk, prompt_row(1, (3, 4))))).result()
+    chunk = placed(0, 0, 4, PROMPT[:4], (1, 2), samples=False, params=GREEDY)
+    result = runner.submit(step_of(3, (chunk, prompt_row(1, (3, 4))))).result()
     assert result.number == 3
     assert result.token_ids[0] == ()
     assert len(result.token_ids[1]) == 1
-    rest = Row(0, 4, 3, PROMPT[4:], (1, 2), samples=True, params=GREEDY)
-    assert runner.submit(Step(4, (rest,))).result().token_ids == (result.token_ids[1],)
+    rest = placed(0, 4, 3, PROMPT[4:], (1, 2), samples=True, params=GREEDY)
+    assert runner.submit(step_of(4, (rest,))).result().token_ids == (result.token_ids[1],)
 
 
 def test_an_empty_step_is_a_step(runner: CpuRunner) -> None:
-    assert runner.submit(Step(9, ())).result().token_ids == ()
+    assert runner.submit(step_of(9, ())).result().token_ids == ()
 
 
 def test_kv_carried_to_other_blocks_of_another_runner_goes_on_with_the_same_tokens(loaded: LoadedModel) -> None:
     here, there = make_runner(loaded), make_runner(loaded)
     try:
         expected = greedy_stream(here, 0, (1, 2, 3, 4), 6)
-        ((first,),) = here.submit(Step(0, (prompt_row(1, (8, 6)),))).result().token_ids
+        ((first,),) = here.submit(step_of(0, (prompt_row(1, (8, 6)),))).result().token_ids
         assert first == expected[0]
         shape = here.kv_shape
         for layers in (range(1), range(1, shape.layers)):
@@ -139,8 +140,8 @@ def test_kv_carried_to_other_blocks_of_another_runner_goes_on_with_the_same_toke
                 assert len(data) == 2 * len(layers) * 2 * 4 * len(heads) * shape.head_size * 4
                 there.write_blocks(layers, heads, (20, 3), data)
         blocks = (20, 3, 21, 22)
-        arrived = Row(2, len(PROMPT), 1, (first,), blocks, samples=True, params=GREEDY)
-        ((second,),) = there.submit(Step(0, (arrived,))).result().token_ids
+        arrived = placed(2, len(PROMPT), 1, (first,), blocks, samples=True, params=GREEDY)
+        ((second,),) = there.submit(step_of(0, (arrived,))).result().token_ids
         assert [second, *continue_greedily(there, 2, blocks, len(PROMPT) + 1, 4)] == expected[1:]
     finally:
         here.close()
@@ -151,7 +152,7 @@ def test_a_read_sees_the_steps_before_it_and_not_those_after(runner: CpuRunner) 
     whole = (range(runner.kv_shape.layers), range(runner.kv_shape.kv_heads), (1, 2))
     handles = []
     for ids in (PROMPT, PROMPT[::-1]):
-        runner.submit(Step(0, (prompt_row(0, (1, 2), ids),)))
+        runner.submit(step_of(0, (prompt_row(0, (1, 2), ids),)))
         handles.append(runner.read_blocks(*whole))
     before, after = (handle.result() for handle in handles)
     assert before != after
@@ -185,8 +186,8 @@ def test_data_of_another_length_than_its_blocks_is_refused(runner: CpuRunner) ->
 
 
 def test_what_the_device_raises_is_raised_by_the_result_and_the_next_step_runs(runner: CpuRunner) -> None:
-    short_table = runner.submit(Step(0, (prompt_row(0, (1,)),)))
-    good = runner.submit(Step(1, (prompt_row(0, (1, 2)),)))
+    short_table = runner.submit(step_of(0, (prompt_row(0, (1,)),)))
+    good = runner.submit(step_of(1, (prompt_row(0, (1, 2)),)))
     with pytest.raises(ValueError, match="7 tokens need 2 blocks of 4"):
         short_table.result()
     assert good.result().token_ids[0] is not None
@@ -194,11 +195,11 @@ def test_what_the_device_raises_is_raised_by_the_result_and_the_next_step_runs(r
 
 def test_close_ends_the_worker(loaded: LoadedModel, tmp_path: Path) -> None:
     runner = make_runner(loaded)
-    handle = runner.submit(Step(0, (prompt_row(0, (1, 2)),)))
+    handle = runner.submit(step_of(0, (prompt_row(0, (1, 2)),)))
     runner.close()
     assert handle.result().token_ids[0] is not None
     with pytest.raises(RuntimeError):
-        runner.submit(Step(1, ()))
+        runner.submit(step_of(1, ()))
 
 
 # What a slot remembers.
@@ -219,6 +220,7 @@ KINDS = {
         temperature=0.8, seed=44, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.4, min_tokens=9
     ),
     "biased": params(temperature=1.0, seed=45, logit_bias=tuple((token, 4.0) for token in range(60, 70))),
+    "allowed": params(temperature=1.0, seed=48, allowed_token_ids=(60, 61, 70, 256), min_tokens=9),
     "guided": params(temperature=1.0, seed=46, guide=CHOICES),
     "guided and more": params(
         temperature=1.0, seed=47, guide=Guide(GuideKind.REGEX, "[a-z ]{3,12}"), min_tokens=9, frequency_penalty=0.3
@@ -246,7 +248,7 @@ class Stream:
         assert self._in_flight == 0
         self.slot, self.blocks, self._seated, self._computed = slot, blocks, False, 0
 
-    def row(self, chunk: int | None = None, guesses: tuple[int, ...] = ()) -> Row:
+    def row(self, chunk: int | None = None, guesses: tuple[int, ...] = ()) -> Placed:
         seat = None
         if not self._seated and self.wanted.needs_history:
             seat = Seat(PROMPT, tuple(self.output))
@@ -255,7 +257,7 @@ class Stream:
         length = min(chunk or known, known - start)
         ahead = self._in_flight > 0
         samples = start + length == known
-        row = Row(
+        row = placed(
             self.slot,
             start,
             length + len(guesses),
@@ -284,7 +286,7 @@ class Stream:
         """Until `count` tokens are there, one step ahead once it decodes."""
         handles = []
         while len(self.output) + self._in_flight < count:
-            handles.append(self.runner.submit(Step(0, (self.row(chunk),))))
+            handles.append(self.runner.submit(step_of(0, (self.row(chunk),))))
             if not self._in_flight:
                 self.read(handles.pop().result(), 0)
         for handle in handles:
@@ -323,7 +325,7 @@ def test_tokens_are_the_same_with_any_neighbours(runner: CpuRunner, alone: dict[
     streams += [Stream(runner, KINDS[name], slot, range(1 + 9 * slot, 10 + 9 * slot)) for slot in (2, 3)]
     for turn in range(17):
         present = streams if turn > 0 else streams[:3]
-        result = runner.submit(Step(turn, tuple(stream.row() for stream in present))).result()
+        result = runner.submit(step_of(turn, tuple(stream.row() for stream in present))).result()
         for index, stream in enumerate(present):
             stream.read(result, index)
     for kind, stream in zip([*others, name, name], streams, strict=True):
@@ -367,7 +369,7 @@ def test_children_of_one_request_are_requests_with_the_next_seeds(runner: CpuRun
     singles = [Stream(runner, each, 0, range(1, 9)).run(8) for each in wanted]
     streams = [Stream(runner, each, slot, range(1 + 9 * slot, 10 + 9 * slot)) for slot, each in enumerate(wanted)]
     for turn in range(8):
-        result = runner.submit(Step(turn, tuple(stream.row() for stream in streams))).result()
+        result = runner.submit(step_of(turn, tuple(stream.row() for stream in streams))).result()
         for index, stream in enumerate(streams):
             stream.read(result, index)
     assert [stream.output for stream in streams] == singles
@@ -390,25 +392,26 @@ def test_memory_is_kept_only_by_slots_whose_request_needs_it(runner: CpuRunner) 
     [
         ({"guide": Guide(GuideKind.REGEX, "(")}, "unclosed group"),
         ({"logit_bias": ((5000, 1.0),)}, "logit_bias names a token outside"),
+        ({"allowed_token_ids": (5000,)}, "allowed_token_ids names a token outside"),
         ({"presence_penalty": 1.0}, "the tokens so far did not come"),
     ],
 )
 def test_a_row_that_cannot_go_on_fails_alone(
     runner: CpuRunner, alone: dict[str, list[int]], changes: dict[str, object], says: str
 ) -> None:
-    bad = Row(0, 0, len(PROMPT), PROMPT, (1, 2), samples=True, params=params(**changes))
+    bad = placed(0, 0, len(PROMPT), PROMPT, (1, 2), samples=True, params=params(**changes))
     if "guide" in changes:
-        bad = bad._replace(seat=Seat(PROMPT, ()))
+        bad = bad.replaced(seat=Seat(PROMPT, ()))
     good = Stream(runner, KINDS["greedy"], 1, range(9, 17))
     for _ in range(2):  # the step ahead of the one that told of it
-        result = runner.submit(Step(0, (bad, good.row()))).result()
+        result = runner.submit(step_of(0, (bad, good.row()))).result()
         ((index, text),) = result.errors
         assert index == 0
         assert says in text or "the tokens so far did not come" in text
         assert result.token_ids[0] == ()
         good.output.extend(result.token_ids[1])
         good._in_flight -= 1
-        bad = bad._replace(seat=None)
+        bad = bad.replaced(seat=None)
     assert good.output == alone["greedy"][:2]
 
 
@@ -416,8 +419,8 @@ def test_a_row_whose_numbers_are_lost_fails_alone(loaded: LoadedModel, runner: C
     size = runner.kv_shape
     poison = np.full(2 * size.layers * 4 * size.kv_heads * size.head_size, np.nan, dtype=np.float32).tobytes()
     runner.write_blocks(range(size.layers), range(size.kv_heads), (1,), poison)
-    lost = Row(0, 4, 1, (5,), (1, 2), samples=True, params=GREEDY)
-    result = runner.submit(Step(0, (lost, prompt_row(1, (3, 4))))).result()
+    lost = placed(0, 4, 1, (5,), (1, 2), samples=True, params=GREEDY)
+    result = runner.submit(step_of(0, (lost, prompt_row(1, (3, 4))))).result()
     assert result.errors == ((0, "the model's output is not finite"),)
     assert len(result.token_ids[1]) == 1
 
@@ -440,7 +443,7 @@ def test_guesses_change_how_many_tokens_a_step_gives_and_nothing_else(
         guesses = list(expected[done : done + 3])
         if right < 3:
             guesses[right] = (guesses[right] + 1) % 256
-        result = runner.submit(Step(0, (neighbour.row(), stream.row(guesses=tuple(guesses))))).result()
+        result = runner.submit(step_of(0, (neighbour.row(), stream.row(guesses=tuple(guesses))))).result()
         neighbour.read(result, 0)
         stream.read(result, 1)
         assert len(stream.output) - done == right + 1
@@ -469,9 +472,9 @@ def test_a_prompts_log_probabilities_are_the_same_in_any_chunks(
     for start in range(0, len(PROMPT), chunk):
         stop = min(start + chunk, len(PROMPT))
         last = stop == len(PROMPT)
-        row = Row(0, start, stop - start, PROMPT[start:stop], (1, 2), samples=last, params=wanted)
-        row = row._replace(next_token_id=None if last else PROMPT[stop])
-        result = runner.submit(Step(0, (prompt_row(1, (5, 6), OTHER), row))).result()
+        row = placed(0, start, stop - start, PROMPT[start:stop], (1, 2), samples=last, params=wanted)
+        row = row.replaced(next_token_id=None if last else PROMPT[stop])
+        result = runner.submit(step_of(0, (prompt_row(1, (5, 6), OTHER), row))).result()
         assert result.prompt_logprobs[0] == ()
         found.extend(result.prompt_logprobs[1])
     logits = raw_logits(loaded, PROMPT)
@@ -488,7 +491,7 @@ def test_guesses_and_decodes_have_no_prompt_log_probabilities(runner: CpuRunner)
     stream = Stream(runner, params(temperature=0.0, prompt_logprobs=0), 0, range(1, 9))
     stream.run(1)
     for guesses in ((), (3, 4)):
-        result = runner.submit(Step(0, (stream.row(guesses=guesses),))).result()
+        result = runner.submit(step_of(0, (stream.row(guesses=guesses),))).result()
         assert result.prompt_logprobs == ((),)
         stream.read(result, 0)
 
@@ -507,14 +510,14 @@ def test_the_head_runs_on_rows_that_sample_and_a_bounded_number_at_once(
     monkeypatch.setattr(cpu_runner, "_HEAD_ROWS", 3)
     runner = make_runner(loaded)
     try:
-        chunk = Row(0, 0, 4, PROMPT[:4], (1,), samples=False, params=GREEDY)
-        runner.submit(Step(0, (chunk, prompt_row(1, (3, 4))))).result()
+        chunk = placed(0, 0, 4, PROMPT[:4], (1,), samples=False, params=GREEDY)
+        runner.submit(step_of(0, (chunk, prompt_row(1, (3, 4))))).result()
         assert counts == [1]
-        runner.submit(Step(1, (chunk,))).result()
+        runner.submit(step_of(1, (chunk,))).result()
         assert counts == [1]
         counts.clear()
         asks = params(temperature=0.0, prompt_logprobs=0)
-        result = runner.submit(Step(2, (prompt_row(0, (1, 2))._replace(params=asks),))).result()
+        result = runner.submit(step_of(2, (prompt_row(0, (1, 2)).replaced(params=asks),))).result()
         assert counts == [1, 3, 3]
         assert all(math.isfinite(entry.logprob) for entry in result.prompt_logprobs[0])
     finally:
@@ -527,10 +530,10 @@ def test_the_head_runs_on_rows_that_sample_and_a_bounded_number_at_once(
 def test_swapped_blocks_come_back_to_any_place(runner: CpuRunner) -> None:
     whole = (range(runner.kv_shape.layers), range(runner.kv_shape.kv_heads))
     row = prompt_row(0, (5, 6, 7, 20), tuple(range(1, 15)))
-    runner.submit(Step(0, (row,)))
+    runner.submit(step_of(0, (row,)))
     before = runner.read_blocks(*whole, (5, 6, 7, 20))
     runner.swap_out((5, 6, 7, 20), (3, 4, 0, 7))
-    runner.submit(Step(1, (prompt_row(0, (5, 6, 7, 20), tuple(range(101, 115))),)))
+    runner.submit(step_of(1, (prompt_row(0, (5, 6, 7, 20), tuple(range(101, 115))),)))
     runner.swap_in((3, 4, 0, 7), (9, 10, 11, 2)).result()
     assert runner.read_blocks(*whole, (9, 10, 11, 2)).result() == before.result()
     assert runner.read_blocks(*whole, (5, 6, 7, 20)).result() != before.result()

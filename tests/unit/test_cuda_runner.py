@@ -28,8 +28,9 @@ from poolwright_engine.cuda.runner import CudaRunner, cache_bytes_left, largest_
 from poolwright_engine.cuda.sampler import DeviceSampler
 from poolwright_engine.process import assembly
 from poolwright_engine.process.config import ConfigError, Device, EngineConfig
+from poolwright_engine.process.first_steps import measure_swap
 from poolwright_engine.sampling.guide import Guides
-from poolwright_engine.scheduling.runner import Row, Seat, Step
+from poolwright_engine.scheduling.runner import Seat
 from poolwright_kernels import (
     block_copy,
     gated_unit,
@@ -41,6 +42,7 @@ from poolwright_kernels import (
 )
 from poolwright_kernels.ops import register_cpu, unregister_cpu
 from support.engine_bed import machine, request, tokens
+from support.placed import placed, step_of
 from support.runner_pair import PARAMS, RunnerPair, assert_same
 from support.tiny_llama import write_tiny_llama
 from support.tiny_models import write_tiny_model
@@ -143,12 +145,12 @@ def test_interpreted_kernels_give_the_answers_of_the_cpu(loaded: LoadedModel) ->
             last = list(prompts)
             for number in range(3):
                 rows = tuple(
-                    Row(slot, len(ids) - 1, 1, (), table, True, each, use_last_sampled=True)
+                    placed(slot, len(ids) - 1, 1, (), table, True, each, use_last_sampled=True)
                     if number
-                    else Row(slot, 0, len(ids), ids, table, True, each, seat=Seat(ids, ()))
+                    else placed(slot, 0, len(ids), ids, table, True, each, seat=Seat(ids, ()))
                     for slot, (ids, table, each) in enumerate(zip(last, tables, wanted, strict=True))
                 )
-                results = [runner.submit(Step(number, rows)).result() for runner in (one, other)]
+                results = [runner.submit(step_of(number, rows)).result() for runner in (one, other)]
                 assert_same(*results)
                 last = [(*ids, *new) for ids, new in zip(last, results[0].token_ids, strict=True)]
             whole = (range(3), range(2))
@@ -208,9 +210,9 @@ def test_a_cache_of_eight_bits_takes_half_the_memory_of_sixteen_and_costs_three_
     assert whole.kv_shape.bytes_per_token == 4 * small.kv_shape.bytes_per_token
     ids, table, errors = tuple(range(3, 24)), [3, 1, 7, 2, 5, 4], []
     for number, (start, stop) in enumerate(((0, 10), (10, 19), (19, 20), (20, 21))):
-        row = Row(0, start, stop - start, ids[start:stop], table, stop > 18, PARAMS[1])
-        results = [runner.submit(Step(number, (row,))).result() for runner in runners]
-        if row.samples:
+        row = placed(0, start, stop - start, ids[start:stop], table, stop > 18, PARAMS[1])
+        results = [runner.submit(step_of(number, (row,))).result() for runner in runners]
+        if row.row.samples:
             most = [max(each.logprobs[0][0].top, key=lambda pair: pair[1]) for each in results]
             errors.append(abs(most[0][1] - most[1][1]))
     assert all(0 < error < 1 for error in errors)
@@ -261,7 +263,7 @@ def test_the_cache_of_a_gpu_takes_what_its_steps_leave(loaded: LoadedModel) -> N
     try:
         assert runner.num_blocks == 50
         assert planned.max_model_len == 49 * 4  # of the model's 512, what the cache holds
-        assert asked == [(4, 4, 32, 512, 0.92)]
+        assert asked == [(4, 4, 32, 512, 0.92, torch.float32)]
         assembly._first_token(runner)
     finally:
         runner.close()
@@ -282,6 +284,59 @@ def test_the_cache_of_a_gpu_may_be_asked_for_within_what_its_steps_leave(loaded:
     assert runner.num_blocks == loaded.config.kv_shape(torch.float32).blocks_in(1 << 20, 4)
     with pytest.raises(ConfigError, match=r"--kv-cache-mebibytes: 9 MiB do not fit; .* leaves 8 MiB"):
         assembly._on_gpu(replace(config, kv_cache_mebibytes=9), device, loaded, loaded.tokenizer, guides, left)
+
+
+def test_eight_bits_of_kv_are_an_option_and_hold_four_times_the_tokens_of_32(loaded: LoadedModel) -> None:
+    config = EngineConfig(model="m", served_model_names=("m",), max_num_seqs=4, max_num_batched_tokens=32, block_size=4)
+    guides = Guides(loaded.tokenizer, 320)
+    measured: list[object] = []
+
+    def measure(model: CudaModel, *sizes: object) -> int:
+        measured.append(sizes[-1])
+        return 40 * loaded.config.kv_shape(torch.float32).bytes_per_block(4)
+
+    made = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        asked = replace(config, kv_cache_dtype=kv_cache_dtype)
+        runner, _ = assembly._on_gpu(asked, Device("cpu"), loaded, loaded.tokenizer, guides, measure)
+        assembly._first_token(runner)
+        runner.close()
+        made.append(runner)
+    assert [runner.num_blocks for runner in made] == [40, 160]
+    assert made[1].kv_shape.dtype_bytes == 1
+    assert measured == [torch.float32, torch.float8_e4m3fn]
+
+
+def test_what_a_swap_takes_is_measured_where_it_runs(loaded: LoadedModel) -> None:
+    runner = CudaRunner(
+        CudaModel(loaded.config, loaded.model.weights, MAX_MODEL_LEN, CPU), 8, 4, 2, 32, MAX_MODEL_LEN,
+        num_host_blocks=2,
+    )  # fmt: skip
+    shape = runner.kv_shape
+    try:
+        assembly._first_token(runner, length=8)
+        before = runner.read_blocks(range(shape.layers), range(shape.kv_heads), [1, 2]).result()
+        speed = measure_swap(runner)
+        assert runner.read_blocks(range(shape.layers), range(shape.kv_heads), [1, 2]).result() == before
+    finally:
+        runner.close()
+    assert speed is not None
+    assert speed > 0
+
+
+def test_engines_that_keep_kv_differently_do_not_exchange_it(loaded: LoadedModel) -> None:
+    """Nor does one find what the other computed by its prefix: both go by the fingerprint."""
+    kinds = [assembly._fingerprint(loaded, 16, "none", kv_dtype) for kv_dtype in ("float32", "fp8", "fp8")]
+    assert kinds[0] != kinds[1] == kinds[2]
+
+
+def test_on_a_gpu_pages_are_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model="m", served_model_names=("m",), block_size=24)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(assembly, "triton_is_there", True)
+    with pytest.raises(ConfigError, match="--block-size: on a GPU a power of 2 is needed, not 24"):
+        assembly.device_of(config)
+    assert assembly.device_of(replace(config, device="cpu")) == Device("cpu")
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -321,16 +376,16 @@ def test_graph_sizes_hold_every_step_up_to_the_largest() -> None:
 
 def test_a_step_that_cannot_be_changes_nothing(loaded: LoadedModel) -> None:
     runner = on_device(loaded, None)
-    short = Row(0, 0, 7, (1,) * 7, (1,), True, PARAMS[0])
-    good = short._replace(block_ids=(1, 2))
+    short = placed(0, 0, 7, (1,) * 7, (1,), True, PARAMS[0])
+    good = short.replaced(block_ids=(1, 2))
     for bad, says in (
         (short, "7 tokens need 2 blocks of 4, the table has 1"),
-        (good._replace(token_ids=(1,)), "a row of 7 tokens came with 1 ids"),
-        (good._replace(slot=4), "slot 4 is outside"),
+        (good.replaced(token_ids=(1,)), "a row of 7 tokens came with 1 ids"),
+        (good.replaced(slot=4), "slot 4 is outside"),
     ):
         with pytest.raises(ValueError, match=says):
-            runner.submit(Step(0, (bad,))).result()
-    assert len(runner.submit(Step(1, (good,))).result().token_ids[0]) == 1
+            runner.submit(step_of(0, (bad,))).result()
+    assert len(runner.submit(step_of(1, (good,))).result().token_ids[0]) == 1
 
 
 def test_only_blocks_that_were_appended_are_sent(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,15 +400,15 @@ def test_only_blocks_that_were_appended_are_sent(loaded: LoadedModel, monkeypatc
     monkeypatch.setattr(device_batch, "to_device", counted)
     runner = on_device(loaded, None)
     table = [1, 2]
-    runner.submit(Step(0, (Row(0, 0, 7, (1,) * 7, table, True, PARAMS[0]),))).result()
+    runner.submit(step_of(0, (placed(0, 0, 7, (1,) * 7, table, True, PARAMS[0]),))).result()
     params_and_table = sent.pop()
     for position in (7, 8, 9):
         if position == 8:
             table.append(3)
-        row = Row(0, position, 1, (), table, True, PARAMS[0], use_last_sampled=True)
-        runner.submit(Step(0, (row,))).result()
+        row = placed(0, position, 1, (), table, True, PARAMS[0], use_last_sampled=True)
+        runner.submit(step_of(0, (row,))).result()
     assert sent == [1]
-    runner.submit(Step(0, (Row(0, 0, 7, (1,) * 7, [5, 6], True, PARAMS[2]),))).result()
+    runner.submit(step_of(0, (placed(0, 0, 7, (1,) * 7, [5, 6], True, PARAMS[2]),))).result()
     assert sent == [1, params_and_table]
 
 
@@ -371,15 +426,15 @@ def test_the_host_plans_no_decodes_and_a_step_comes_back_in_one_copy(
     runner = on_device(loaded, None)
     prompts = [(slot, params) for slot, params in enumerate((PARAMS[0], PARAMS[1], PARAMS[3], PARAMS[4]))]
     steps = [
-        [Row(slot, 0, 7, (1,) * 7, [1 + 3 * slot, 2 + 3 * slot], True, params, seat=Seat((1,) * 7, ()))
+        [placed(slot, 0, 7, (1,) * 7, [1 + 3 * slot, 2 + 3 * slot], True, params, seat=Seat((1,) * 7, ()))
          for slot, params in prompts],
-        [Row(slot, 7, 1, (), [1 + 3 * slot, 2 + 3 * slot], True, params, use_last_sampled=True)
+        [placed(slot, 7, 1, (), [1 + 3 * slot, 2 + 3 * slot], True, params, use_last_sampled=True)
          for slot, params in prompts],
-        [Row(0, 8, 1, (), [1, 2, 3], True, PARAMS[0], use_last_sampled=True)],
+        [placed(0, 8, 1, (), [1, 2, 3], True, PARAMS[0], use_last_sampled=True)],
     ]  # fmt: skip
     for number, rows in enumerate(steps):
         calls.clear()
-        result = runner.submit(Step(number, tuple(rows))).result()
+        result = runner.submit(step_of(number, tuple(rows))).result()
         assert calls == (["_Copy"] if number else ["plan_on_host", "_Copy"])
         assert all(len(tokens) == 1 for tokens in result.token_ids)
 
@@ -390,8 +445,8 @@ def test_a_step_of_nothing_writes_nothing(loaded: LoadedModel) -> None:
     before = runner._batch.last_sampled.clone()
     with torch.inference_mode():
         for shape in (StepShape(4, 4, True), StepShape(32, 4, False)):
-            runner._plans.send(())
-            runner._batch.load((), shape)
+            runner._plans.send(device_batch.NOTHING)
+            runner._batch.load(device_batch.NOTHING, shape)
             runner._forward(shape)
     assert runner._cache.isnan().all()
     assert torch.equal(runner._batch.last_sampled[:-1], before[:-1])
@@ -409,6 +464,6 @@ def test_columns_of_parameters_are_aligned_for_any_number_of_rows(loaded: Loaded
 
 def test_a_token_id_stays_in_the_vocabulary_where_there_are_no_numbers(loaded: LoadedModel) -> None:
     runner = on_device(loaded, None)
-    row = Row(0, 4, 1, (5,), (1, 2), True, PARAMS[2])  # the first four were never written
-    assert runner.submit(Step(0, (row,))).result().errors == ((0, "the model's output is not finite"),)
+    row = placed(0, 4, 1, (5,), (1, 2), True, PARAMS[2])  # the first four were never written
+    assert runner.submit(step_of(0, (row,))).result().errors == ((0, "the model's output is not finite"),)
     assert 0 <= int(runner._batch.last_sampled[0]) < loaded.config.vocab_size

@@ -131,3 +131,35 @@ def test_the_lesser_worst_is_better_and_then_the_lesser_sum() -> None:
     assert Pressure(0.5, 0.5).is_better_than(Pressure(0.6, 0.1))
     assert Pressure(0.6, 0.1).is_better_than(Pressure(0.6, 0.2))
     assert not Pressure(0.6, 0.1).is_better_than(Pressure(0.6, 0.1))
+
+
+class TestLatePairs:
+    """P99 of gaps of 25 ms where a step takes 10: a hand-over is too long for any second token."""
+
+    SPEC = replace(
+        spec(8, pools={P: PoolBounds(), T: PoolBounds()}),
+        objectives=(spec().objectives[0], replace(spec().objectives[1], percentile=99, target_seconds=0.025)),
+    )
+
+    def demand(self, offered: Offered) -> Demand:
+        return Demand(self.SPEC, {"c": PRICES}, offered)
+
+    def test_machines_that_do_both_are_chosen_where_they_hold_the_work(self) -> None:
+        light = self.demand(Offered(4.0, 500, 200))
+        assert roles_after(counts(3, 4, 1), light.best(counts(3, 4, 1), 8)[0]) == counts(0, 0, 8)
+        assert light.pressure(counts(0, 0, 8)).served == 1.0
+
+    def test_token_machines_that_are_lent_count_as_mixed_ones(self) -> None:
+        busy = self.demand(Offered(20.0, 500, 200))
+        lent, mixed = busy.pressure(counts(0, 7, 1)), busy.pressure(counts(0, 0, 8))
+        assert mixed.most < lent.most < 1.2 * mixed.most
+        assert busy.pressure(counts(0, 8, 0)).most == float("inf"), "nobody whose part prompts are"
+
+    def test_long_answers_bear_one_late_gap_and_let_prompt_machines_take_what_is_too_much(self) -> None:
+        heavy = self.demand(Offered(30.0, 1200, 800))
+        split = roles_after(counts(0, 0, 8), heavy.best(counts(0, 0, 8), 8)[0])
+        assert split["c", P] > 0
+        served = heavy.pressure(split).served
+        assert heavy.pressure(counts(0, 0, 8)).served < served < 1
+        short = self.demand(Offered(60.0, 1200, 20))
+        assert short.best(counts(0, 0, 8), 8)[0] == [], "of short ones nearly none would be in time"

@@ -42,6 +42,8 @@ def test_flags_of_vllm_mean_what_they_mean_there() -> None:
         *("--served-model-name", "a", "b", "--scheduling-policy", "priority", "--swap-space", "2"),
         *("--tensor-parallel-size", "1", "-pp", "1", "--kv-cache-memory-bytes", "1G", "--api-key", "x", "y"),
         *("-q", "int8", "--max-num-queued-reqs", "9", "--revision", "v1", "--download-dir", "/d"),
+        *("--kv-cache-dtype", "fp8", "--max-num-scheduled-tokens", "3K", "--generation-config", "vllm"),
+        *("--override-generation-config", '{"temperature": 0.5, "top_k": 20}'),
     )
     assert made.model == "org/model"
     assert (made.max_num_batched_tokens, made.max_num_seqs, made.max_model_len) == (4096, 1000, 2600)
@@ -51,6 +53,8 @@ def test_flags_of_vllm_mean_what_they_mean_there() -> None:
     assert (made.scheduling_policy, made.swap_space_gibibytes) == (SchedulingPolicy.PRIORITY, 2.0)
     assert (made.kv_cache_mebibytes, made.api_keys, made.quantization) == (1024, ("x", "y"), "int8")
     assert (made.max_num_queued, made.revision, made.download_dir) == (9, "v1", "/d")
+    assert (made.kv_cache_dtype, made.max_num_scheduled_tokens, made.generation_config) == ("fp8", 3072, "vllm")
+    assert made.override_generation_config == {"temperature": 0.5, "top_k": 20}
 
 
 def test_flags_of_our_own() -> None:
@@ -113,6 +117,7 @@ def test_the_model_may_stand_alone_anywhere(words: list[str]) -> None:
         (["serve", "org/a", "--enable-prefix-cache"], "did you mean --enable-prefix-caching?"),
         (["serve", "org/a", "--max-num"], "unknown option --max-num"),
         (["serve", "org/a", "--batching", "dynamic"], "expected one of sarathi, vllm,"),
+        (["serve", "org/a", "--override-generation-config", "[1]"], "expected a JSON object, not '[1]'"),
         (["serve", "org/a", "--max-num-seqs", "some"], "--max-num-seqs: expected an integer such as"),
         (["serve", "org/a", "--ssl-keyfile", "k"], "unknown option --ssl-keyfile"),
     ],
@@ -196,6 +201,7 @@ def test_a_path_that_does_not_exist_is_one_line_and_exit_code_2(capfd: pytest.Ca
     [
         (["MODEL", "--dtype", "float16", "--device", "cpu"], "--dtype: float16 is not supported on a CPU"),
         (["MODEL", "--dtype", "float16"], "--dtype: float16 is not supported on a CPU"),
+        (["MODEL", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype: fp8 needs a GPU"),
         (["MODEL", "--device", "cuda"], "--device: cuda was asked for, and this machine has no driver"),
         (["README.md"], "--model: README.md is neither a .gguf file nor a folder"),
         (["EMPTY"], "holds no model: neither config.json nor a .gguf file"),

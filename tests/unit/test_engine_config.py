@@ -32,6 +32,15 @@ def config(**changes: object) -> EngineConfig:
         ({"data_parallel_size": 3}, "--data-parallel-size"),
         ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-seqs"),
+        ({"max_num_scheduled_tokens": 0}, "--max-num-scheduled-tokens: expected a positive integer, not 0"),
+        (
+            {"max_num_scheduled_tokens": 8, "max_num_seqs": 16},
+            r"--max-num-scheduled-tokens \(8\) must be at least --max-num-seqs \(16\)",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 4096, "max_num_scheduled_tokens": 2048},
+            r"--no-enable-chunked-prefill needs --max-num-scheduled-tokens \(2048\)",
+        ),
         ({"block_size": 0}, "--block-size"),
         ({"kv_cache_mebibytes": -1}, "--kv-cache-mebibytes"),
         ({"max_model_len": 0}, "--max-model-len"),
@@ -48,6 +57,7 @@ def config(**changes: object) -> EngineConfig:
         ({"served_model_names": ("m", "")}, "--served-model-name"),
         ({"api_keys": ("",)}, "--api-key"),
         ({"quantization": "fp8"}, "--quantization: 'fp8' is not supported; expected one of none, int8, int4"),
+        ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype: 'fp4' is not supported; expected one of auto, fp8"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization"),
         ({"swap_space_gibibytes": -1.0}, "--swap-space"),
         ({"watermark": 1.0}, "--watermark"),
@@ -171,6 +181,16 @@ def test_a_small_budget_brings_fewer_seats_and_many_seats_a_larger_budget() -> N
     assert planned(max_num_seqs=5000).max_num_batched_tokens == 5000
 
 
+def test_fewer_tokens_may_be_scheduled_than_a_step_has_memory_for() -> None:
+    fewer = planned(max_num_scheduled_tokens=64)
+    assert (fewer.max_num_batched_tokens, fewer.max_num_seqs, fewer.warnings) == (2048, 64, ())
+    (warning,) = planned(max_num_scheduled_tokens=4096).warnings
+    assert "--max-num-scheduled-tokens 4096 has no effect: steps have memory for 2048" in warning
+    assert planned(8192, usage=Usage.OFFLINE, max_num_scheduled_tokens=512).chunked_prefill
+    with pytest.raises(ConfigError, match=r"--batching orca computes prompts whole, which needs --max-num-scheduled"):
+        planned(batching=Batching.ORCA, max_num_scheduled_tokens=512)
+
+
 def test_no_more_tokens_than_all_seats_can_fill() -> None:
     assert planned(max_model_len=8, max_num_seqs=4).max_num_batched_tokens == 32
 
@@ -239,6 +259,16 @@ def test_precision_follows_the_device() -> None:
     assert dtype_on(config(dtype="bfloat16"), CPU, "float32") == "bfloat16"
     with pytest.raises(ConfigError, match="--dtype: float16 is not supported on a CPU"):
         dtype_on(config(dtype="float16"), CPU, "float32")
+
+
+def test_eight_bits_of_kv_need_a_gpu_that_has_such_numbers() -> None:
+    eight = config(kv_cache_dtype="fp8")
+    assert dtype_on(eight, Device("cuda", "NVIDIA H200", 141 * GIB, capability=90), "bfloat16") == "bfloat16"
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: fp8 needs a GPU; on a CPU KV has the precision"):
+        dtype_on(eight, CPU, "float32")
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9 or later; NVIDIA A100 has 8\.0"):
+        dtype_on(eight, Device("cuda", "NVIDIA A100", 80 * GIB, capability=80), "bfloat16")
+    assert (config().kv_dtype("bfloat16"), eight.kv_dtype("bfloat16")) == ("bfloat16", "fp8")
 
 
 def test_only_a_cpu_that_serves_with_a_budget_nobody_chose_keeps_pace() -> None:

@@ -464,6 +464,7 @@ def test_all_that_shapes_the_first_token_travels() -> None:
         frequency_penalty=0.2,
         repetition_penalty=1.1,
         logit_bias=((8, -100.0),),
+        allowed_token_ids=(8, 9),
         guide=Guide(GuideKind.REGEX, "[a-z]+"),
         logprobs=3,
     )

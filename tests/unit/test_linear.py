@@ -105,6 +105,8 @@ def test_packed_is_chosen_for_all_buckets_or_none() -> None:
     not_worth_it = 5 * [{Form.ROWS: 2.0, Form.COLUMNS: 1.0, Form.PACKED: 0.99}]
     assert fastest(not_worth_it) == (Form.COLUMNS,) * 5
     assert fastest([{Form.ROWS: 2.0, Form.COLUMNS: 1.0}, {}]) == (Form.COLUMNS, Form.ROWS)
+    known_of_one_row_only = [{Form.ROWS: 2.0, Form.PACKED: 0.1}, {}, {}, {}]
+    assert fastest(known_of_one_row_only) == (Form.ROWS,) * 4
 
 
 def test_packing_lets_go_of_the_weight_and_an_unknown_form_is_refused() -> None:

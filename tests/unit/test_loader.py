@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poolwright_engine.checkpoint.loader import LoadError, load_model, stored_dtype
+from poolwright_engine.checkpoint.weight_digest import WeightDigest
 from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.model.linear import Quantization, quantized
 from poolwright_engine.model.llama import KVCache, Linear
 from support.gguf_writer import write_gguf
 from support.tiny_llama import CONFIG, random_weights, write_tiny_llama
@@ -427,3 +430,47 @@ def test_a_gguf_file_without_a_tensor_it_needs_is_refused(tmp_path: Path) -> Non
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
     assert "tensor blk.1.ffn_up.weight is missing" in refusal(path)
+
+
+# --- one set of weights from another -----------------------------------------------------------------------------
+
+
+def digest(path: Path, dtype: str = "float32", **options: Any) -> str:
+    return load_model(path, dtype, **options).weights_digest
+
+
+def test_copies_of_weights_have_one_digest_whatever_files_hold_them(tiny: Path, tmp_path: Path) -> None:
+    one = digest(tiny)
+    assert digest(write_tiny_llama(tmp_path / "shards", shards=3)) == one
+    assert digest(write_tiny_gguf(tmp_path / "tiny.gguf")) == one
+    assert digest(tiny, make_linear=partial(quantized, Quantization.INT8)) == one
+    assert digest(tiny, "bfloat16") != one
+
+
+def test_a_change_of_any_tensor_changes_the_digest(broken: Path, tmp_path: Path) -> None:
+    file = broken / "model.safetensors"
+    tensors = load_file(file)
+    seen = {digest(broken)}
+    for name in tensors:
+        save_file(tensors | {name: tensors[name] * 1.001}, file)
+        seen.add(digest(broken))
+    assert len(seen) == 1 + len(tensors)
+    whole, changed = random_weights(CONFIG), random_weights(CONFIG)
+    changed["model.layers.2.mlp.down_proj.weight"] *= 1.001
+    assert digest(write_tiny_gguf(tmp_path / "a.gguf", whole)) != digest(write_tiny_gguf(tmp_path / "b.gguf", changed))
+
+
+@pytest.mark.parametrize("shape", [(40, 7), (7, 40), (5, 5), (9, 1), (1, 9), (12,)])
+def test_no_row_and_of_a_tall_matrix_no_column_is_left_out_of_the_digest(shape: tuple[int, ...]) -> None:
+    def of(weight: Tensor) -> str:
+        digest = WeightDigest()
+        digest.add("weight", weight)
+        return digest.hex()
+
+    before = of(torch.zeros(shape))
+    assert of(torch.zeros(shape)) == before
+    for axis in range(len(shape)) if shape[0] >= shape[-1] else (0,):
+        for index in range(shape[axis]):
+            changed = torch.zeros(shape)
+            changed.select(axis, index).fill_(1)
+            assert of(changed) != before, (axis, index)

@@ -21,11 +21,10 @@ from bench.policy_agreement.store import Store
 from bench.policy_agreement.watched_runner import WatchedRunner
 
 from poolwright.sim.step_time import Chunk
-from poolwright_engine.scheduling.runner import Row as StepRow
-from poolwright_engine.scheduling.runner import Step
 from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_protocol.roles import Role
 from support.linear_step_time import LinearStepTime, machine_model
+from support.placed import Placed, placed, step_of
 
 STEP_TIME = LinearStepTime()
 BLOCK = 16
@@ -57,8 +56,8 @@ def paced(clock: Clock, num_blocks: int = 8) -> PacedRunner:
     )
 
 
-def row(slot: int, start: int, length: int, samples: bool = True) -> StepRow:
-    return StepRow(slot, start, length, (1,) * length, [1, 2, 3], samples, GREEDY)
+def row(slot: int, start: int, length: int, samples: bool = True) -> Placed:
+    return placed(slot, start, length, (1,) * length, [1, 2, 3], samples, GREEDY)
 
 
 # The device.
@@ -67,14 +66,14 @@ def row(slot: int, start: int, length: int, samples: bool = True) -> StepRow:
 def test_the_next_step_begins_when_the_last_one_ends_however_late_the_host_looks() -> None:
     clock = Clock()
     device = paced(clock)
-    first, second = (device.submit(Step(number, (row(0, 40, 1),))) for number in (1, 2))
+    first, second = (device.submit(step_of(number, (row(0, 40, 1),))) for number in (1, 2))
     step = STEP_TIME.seconds((), 1, 41)
     assert first.result().busy_seconds == pytest.approx(step)
     assert clock.now == pytest.approx(100 + step)
     clock.now += 10 * step  # the host was away; the second step is long done
     second.result()
     assert clock.now == pytest.approx(100 + 11 * step)
-    device.submit(Step(3, (row(0, 41, 1),))).result()
+    device.submit(step_of(3, (row(0, 41, 1),))).result()
     assert clock.now == pytest.approx(100 + 12 * step, rel=1e-6)
 
 
@@ -85,7 +84,7 @@ def test_kv_is_read_behind_the_steps_submitted_before_and_comes_as_it_was_writte
     size = 2 * len(layers) * 2 * BLOCK * KV_SHAPE.kv_heads * KV_SHAPE.head_size * KV_SHAPE.dtype_bytes
     data = bytes(index * 31 % 251 for index in range(size))
     sender.write_blocks(layers, heads, [3, 1], data).result()
-    sender.submit(Step(1, (row(0, 0, 100),)))
+    sender.submit(step_of(1, (row(0, 0, 100),)))
     read = sender.read_blocks(layers, heads, [3, 1]).result()
     assert clock.now == pytest.approx(100 + STEP_TIME.seconds((Chunk(0, 100),), 0, 0))
     receiver.write_blocks(layers, heads, [2, 7], read).result()
@@ -94,7 +93,7 @@ def test_kv_is_read_behind_the_steps_submitted_before_and_comes_as_it_was_writte
 
 
 def test_a_step_is_chunks_and_decodes() -> None:
-    step = Step(1, (row(0, 40, 1), row(1, 16, 32, samples=False), row(2, 9, 1)))
+    step = step_of(1, (row(0, 40, 1), row(1, 16, 32, samples=False), row(2, 9, 1)))
     assert work_of(step) == ((Chunk(16, 32),), 2, 51)
     result = paced(Clock()).submit(step).result()
     assert [len(tokens) for tokens in result.token_ids] == [1, 0, 1]
@@ -104,7 +103,7 @@ def test_a_watched_device_does_the_same_and_leaves_a_line_for_each_step(tmp_path
     clock = Clock()
     file = tmp_path / "steps"
     watched, plain = WatchedRunner(paced(clock), file), paced(clock)
-    step = Step(7, (row(0, 40, 1), row(1, 16, 32)))
+    step = step_of(7, (row(0, 40, 1), row(1, 16, 32)))
     assert watched.submit(step).result() == plain.submit(step).result()
     watched.close()
     (line,) = [json.loads(line) for line in file.read_text().splitlines()]
@@ -207,12 +206,20 @@ def test_the_page_says_what_the_file_says(tmp_path: Path) -> None:
     section = {
         "repeats": [{"answers": [[0.0, 10, [0.2, 0.3, 0.4]]], "cpu_share": 0.5}],
         "rows": [row.as_json()],
-        "step_errors": asdict(step_errors([], STEP_TIME)),
+        "step_errors": asdict(step_errors([], STEP_TIME)) | {"mean": 0.09},
+        "step_limit": 0.08,
+        "least_gaps": 5000,
         "ways": asdict(ways(lone_answers(0.1, 0, 0), lone_answers(0.1, 0, 1e9), STEP_TIME, 1)),
     }
     about = {"processor": "a processor", "cores": 2}
     page.write({"one engine": section, "many engines": section}, about, target)
     text = target.read_text()
     assert "| TTFT P90 | 200.0 | 190.0 | 220.0 | 250.0 | +25.0 | 10.0 | 10.0 | **no** |" in text
-    assert "1 repeats of 1 requests with 2 gaps each." in text
+    assert "1 repeats of 1 requests with 2 gaps each. **Fewer than the 5000" in text
+    assert "at most 8 % **not kept**" in text
     assert text.count("a processor, 2 cores, busy 50 to 50 %") == 2
+    good = Row("ttft", 90, 0.2, 0.19, 0.22, 0.21, 0.05).as_json()
+    steps = {"step_limit": 0.08, "step_errors": {"mean": 0.07}}
+    assert page.agrees({"rows": [good], **steps})
+    assert not page.agrees({"rows": [good, row.as_json()]})
+    assert not page.agrees({"rows": [good], **steps, "step_errors": {"mean": 0.09}})

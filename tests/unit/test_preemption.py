@@ -305,3 +305,19 @@ def test_every_strategy_gets_through_with_memory_for_the_longest_alone(batching:
         bed.add(request(range(100 * number, 100 * number + 30), 34, arrival=number))
     bed.run()
     bed.check_answers()
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_memory_that_was_short_for_a_step_does_not_hide_the_last_token(max_tokens: int) -> None:
+    """One that asks for its next block a step ahead, gets none, and gets one when it must have it, ends where it ends,
+    wherever in a block that is."""
+    bed = SchedulerBed(num_blocks=20, check=False)
+    one = bed.add(request(range(1, 22), max_tokens))
+    while one.num_computed < 23 and one.state is not SequenceState.FINISHED:
+        bed.turn()
+    taken = bed.it.blocks.allocate(bed.it.blocks.num_free)
+    assert taken
+    bed.turn()
+    bed.it.blocks.free(taken)
+    bed.run(limit=50)
+    bed.check_answers()

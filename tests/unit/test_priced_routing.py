@@ -249,6 +249,36 @@ class TestSecondTokens:
         assert places(site.choose()) == ("p1", "t1")
 
 
+class TestLatePairs:
+    """No step of a token machine leaves a second token the time to be handed over: targets of 24 ms, steps of 10."""
+
+    TIGHT = replace(TARGETS, tbt_seconds=0.024)
+
+    def choice(self, site: Site, tokens: int = 1000) -> Choice:
+        loads = site.ledger.loads(site.now)
+        found = choose(RoutingRequest(tokens, output_tokens=100), site.machines, loads, site.now, self.TIGHT)
+        assert isinstance(found, Choice)
+        return found
+
+    def test_token_machines_take_whole_requests_even_the_last_one(self) -> None:
+        site = Site(P1, T1)
+        found = self.choice(site)
+        assert (places(found), found.route) == ((None, "t1"), Route.BORROWED_FOR_PROMPT)
+
+    def test_one_that_has_no_room_for_a_chunk_is_handed_prompts_computed_elsewhere(self) -> None:
+        site = Site(P1, T1)
+        site.decode(T1, 100)
+        assert places(self.choice(site)) == ("p1", "t1")
+
+    def test_mixed_machines_that_are_all_full_still_take_the_request(self) -> None:
+        other = machine("m2", Role.MIXED)
+        site = Site(M1, other)
+        site.decode(M1, 300)
+        site.decode(other, 200)
+        site.queue(other, 3000)
+        assert (places(self.choice(site)), self.choice(site).route) == ((None, "m1"), Route.MIXED)
+
+
 class TestSoundness:
     def test_a_dead_machine_is_never_the_cheapest(self) -> None:
         site = Site(P1, P2, T1)

@@ -15,10 +15,12 @@ from poolwright_protocol.step_time import StepCost
 
 PROFILE = MachineProfile(StepCost(0.02, 1e-4, 1e-8), StepCost(0.03, 2e-4, 2e-8), 2048, 256, 64, 90_000, 1024)
 NOTE = RouterNote(PROFILE, ttft_seconds=1.0, tbt_seconds=0.06, tbt_percentile=90.0, max_prefill_tokens_per_step=512)
+BEHIND = replace(NOTE, relegates=True)
 
 
 def test_it_comes_back_as_it_was_written_also_with_the_machine() -> None:
-    assert RouterNote.from_json(NOTE.to_json()) == NOTE
+    for note in (NOTE, BEHIND):
+        assert RouterNote.from_json(note.to_json()) == note
     bare = RouterNote(PROFILE)
     assert RouterNote.from_json(bare.to_json()) == bare
     assert "null" not in bare.to_json()
@@ -39,6 +41,7 @@ def test_it_comes_back_as_it_was_written_also_with_the_machine() -> None:
         ({"tbtPercentile": 101}, "tbtPercentile"),
         ({"maxPrefillTokensPerStep": 0}, "maxPrefillTokensPerStep"),
         ({"maxPrefillTokensPerStep": True}, "maxPrefillTokensPerStep"),
+        ({"relegates": 1}, "relegates"),
     ],
 )
 def test_a_broken_note_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
@@ -69,6 +72,7 @@ def test_a_few_percent_are_no_news_and_a_quarter_is() -> None:
         {"tbt_seconds": None},
         {"tbt_percentile": 99.0},
         {"max_prefill_tokens_per_step": 448},
+        {"relegates": True},
         {"profile": replace(PROFILE, max_tokens_per_step=4096)},
     ],
 )

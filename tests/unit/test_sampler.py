@@ -258,6 +258,30 @@ def test_a_text_cannot_end_before_min_tokens() -> None:
     assert sample(row(0.0, 8.0, 1.0, 9.0, 2.0), unending, 0, memory_of(unending, vocab_size=5)).token_id == EOS
 
 
+def test_only_allowed_tokens_are_drawn_whatever_else_is_asked() -> None:
+    for changes in (
+        {"temperature": 0.0},
+        {"temperature": 2.0},
+        {"logit_bias": ((7, 100.0), (8, 5.0))},
+        {"presence_penalty": 2.0, "repetition_penalty": 1.5},
+        {"top_p": 0.5, "min_p": 0.1},
+    ):
+        wanted = {"allowed_token_ids": (8, 41, 90), **changes}
+        memory = memory_of(params(**wanted), output=(8, 9))
+        assert set(draws(random_logits(3), 200, memory, **wanted)) <= {8, 41, 90}
+    free = {"temperature": 2.0, "allowed_token_ids": (8, 41, 90)}
+    assert set(draws(random_logits(3), 200, memory_of(params(**free)), **free)) == {8, 41, 90}
+
+
+def test_an_end_that_is_all_that_is_allowed_comes_before_min_tokens() -> None:
+    both = params(temperature=0.0, min_tokens=3, allowed_token_ids=(0, EOS))
+    logits = row(0.0, 8.0, 1.0, 9.0, 2.0)
+    assert sample(logits, both, 0, memory_of(both, vocab_size=5)).token_id == 0
+    assert sample(logits, both, 0, memory_of(both, output=(0, 0, 0), vocab_size=5)).token_id == EOS
+    end = params(temperature=0.0, min_tokens=3, allowed_token_ids=(EOS,))
+    assert sample(logits, end, 0, memory_of(end, vocab_size=5)).token_id == EOS
+
+
 def test_a_masked_greedy_row_next_to_others_is_the_same_as_alone() -> None:
     """Greedy with its end masked, a random one, and one biased to two tokens: each as alone, and finite."""
     rows = {
@@ -301,6 +325,8 @@ def test_a_row_without_finite_logits_fails_in_words() -> None:
         ({"logit_bias": ((100, 1.0),)}, r"logit_bias names a token outside \[0, 100\)"),
         ({"logit_bias": ((-1, 1.0),)}, "logit_bias names a token"),
         ({"logit_bias": ((1, math.nan),)}, "not finite"),
+        ({"allowed_token_ids": (5, 100)}, "allowed_token_ids names a token outside"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids names no token"),
         ({"stop_token_ids": (100,), "min_tokens": 1}, "stop_token_ids names a token"),
         ({"guide": Guide(GuideKind.REGEX, "a")}, "guided output is not available"),
     ],
@@ -380,6 +406,15 @@ def test_penalties_and_biases_work_within_a_guide(tokenizer: Tokenizer) -> None:
     assert guided(tokenizer, wanted, 4) == [a] * 4
     shy = params(temperature=0.0, guide=Guide(GuideKind.REGEX, "[ab]{4}"), frequency_penalty=100.0)
     assert sorted(guided(tokenizer, shy, 4)) == sorted([a, a, b, b])
+
+
+def test_a_guide_and_a_list_leave_what_both_allow(tokenizer: Tokenizer) -> None:
+    (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
+    (end,) = tokenizer.eos_ids
+    guide = Guide(GuideKind.REGEX, "[abc]{4}")
+    assert set(guided(tokenizer, params(seed=1, guide=guide, allowed_token_ids=(a, b, end)), 9)) == {a, b, end}
+    with pytest.raises(UnusableParams, match="the guide leaves no token that is among the allowed ones"):
+        guided(tokenizer, params(guide=guide, allowed_token_ids=(end,)), 1)
 
 
 # Log probabilities.

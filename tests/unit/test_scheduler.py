@@ -6,7 +6,7 @@ import pytest
 
 from poolwright_engine.scheduling.blocks import BlockPool
 from poolwright_engine.scheduling.runner import Row, Step, StepResult
-from poolwright_engine.scheduling.scheduler import Decision, Scheduler
+from poolwright_engine.scheduling.scheduler import Batch, Decision, Scheduler
 from poolwright_engine.scheduling.scheduler_config import SchedulerConfig
 from poolwright_engine.scheduling.sequence import (
     FinishReason,
@@ -231,7 +231,8 @@ def test_a_filled_sequence_decodes_from_its_first_token() -> None:
     decision, _ = run(it, 1)
     assert decision.step is not None
     row = decision.step.rows[0]
-    assert (row.start, row.length, row.token_ids, row.samples) == (6, 1, (5,), True)
+    assert decision.step.starts == (6,)
+    assert (row.length, row.token_ids, row.samples) == (1, (5,), True)
 
 
 @pytest.mark.parametrize("granted", [True, False])
@@ -349,19 +350,54 @@ def test_a_budget_that_could_starve_a_decode_is_refused() -> None:
         scheduler(chunked_prefill=False)
 
 
-def test_rows_and_outputs_of_a_decode_are_what_their_constructors_make() -> None:
-    """They are made another way, since there is one for every sequence in every step."""
+def test_rows_of_one_that_decodes_are_one_object_until_it_is_seated_anew() -> None:
+    it = scheduler(num_blocks=20, max_num_seqs=4)
+    one = sequence(3, 19)
+    it.add(one)
+    flights = [it.schedule(number).step for number in range(8)]  # over the ends of two blocks
+    steps = [step for step in flights if step is not None]
+    assert [step.starts for step in steps] == [(0,), *((position,) for position in range(3, 10))]
+    assert steps[1].rows == steps[2].rows  # the first is made apart, since it may bring what a seat needs
+    assert len({id(step.rows[0]) for step in steps[2:]}) == 1
+    assert steps[2].rows[0] == Row(one.slot, 1, (), one.block_ids, True, one.request.params, use_last_sampled=True)
+    for step in steps:
+        it.update(result(step))
+    it._preempt(Batch(8, 0.0, 0, 0), one)
+    again = [it.schedule(number).step for number in range(8, 11)]
+    assert all(step is not None and step.rows[0].block_ids is one.block_ids for step in again)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_last_token_ends_it_on_whatever_place_of_a_block_it_falls(ahead: int) -> None:
+    for tokens in range(1, 12):
+        it = scheduler()
+        it.add(sequence(3, tokens))
+        heard: list[TokenOutput] = []
+        steps: list[Step] = []
+        for number in range(20):
+            step = it.schedule(number).step
+            steps += [step] if step is not None else []
+            while len(steps) > (ahead if step is not None else 0):
+                heard += [output for _, output in it.update(result(steps.pop(0)))]
+        reasons = [output.finish_reason for output in heard]
+        assert reasons == [None] * (tokens - 1) + [FinishReason.LENGTH]
+        assert it.blocks.num_free == it.blocks.total
+        it.check()
+
+
+def test_row_and_output_of_a_decode_say_all_there_is() -> None:
+    """The output is not made by its constructor, since there is one for every sequence in every step."""
     it = scheduler()
     it.add(sequence(5, max_tokens=9))
     run(it, 0)
     run(it, 1)
     decision, ((told, output),) = run(it, 2)
-    (row,) = decision.step.rows if decision.step else ()
-    params = told.request.params
-    assert row == Row(told.slot, 6, 1, (7,), told.block_ids, True, params)
-    assert row._asdict() == Row(told.slot, 6, 1, (7,), told.block_ids, True, params)._asdict()
-    assert row.table(4) == tuple(told.block_ids[:2])
-    assert row._replace(start=3).start == 3
+    step, params = decision.step, told.request.params
+    assert step is not None
+    (row,) = step.rows
+    assert step.starts == (6,)
+    assert row == Row(told.slot, 1, (), told.block_ids, True, params, use_last_sampled=True)
+    assert row.table(6, 4) == tuple(told.block_ids[:2])
     assert repr(output) == repr(TokenOutput((7,)))
     assert output == TokenOutput((7,))
     assert output._replace(error="gone").error == "gone"

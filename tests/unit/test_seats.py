@@ -21,7 +21,7 @@ def rows_of(step: int) -> list[Row]:
         seat = Seat((1, 2, 3), ()) if step == 0 and params.needs_history else None
         length = 3 if step == 0 else 1
         ids = (1, 2, 3) if step == 0 else ()
-        rows.append(Row(slot, step * 2, length, ids, (1,), True, params, use_last_sampled=step > 0, seat=seat))
+        rows.append(Row(slot, length, ids, (1,), True, params, use_last_sampled=step > 0, seat=seat))
     return rows
 
 
@@ -32,7 +32,7 @@ def run(seats: Seats) -> list[list[RowTokens]]:
         rows = rows_of(step)
         for row in rows:
             seats.take(row)
-        found.append(seats.sample(rows, logits))
+        found.append(seats.sample(rows, [step * 2 + row.length for row in rows], logits))
     return found
 
 

@@ -32,8 +32,6 @@ def test_of_nothing_real(): pytest.skip("allowed")
 def test_skip_of_the_real_thing_is_a_failure_only_in_ci(tmp_path: Path, ci: str, outcome: str) -> None:
     (tmp_path / "test_some.py").write_text(PROGRAM)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  cluster: c\n  node: n\n  prometheus: p\n")
-    # This very session may be one that waits for another.
-    environment = {name: value for name, value in os.environ.items() if name != "POOLWRIGHT_TEST_ALONE_AFTER"}
     done = subprocess.run(
         [
             sys.executable,
@@ -50,7 +48,7 @@ def test_skip_of_the_real_thing_is_a_failure_only_in_ci(tmp_path: Path, ci: str,
             "no:randomly",
             str(tmp_path),
         ],
-        env={**environment, "CI": ci, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(TESTS)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

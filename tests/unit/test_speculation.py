@@ -39,10 +39,10 @@ class Loops:
         if step is None:
             return None
         tokens = []
-        for row in step.rows:
+        for context, row in zip(step.contexts, step.rows, strict=True):
             told: list[int] = []
             for guess in (*row.token_ids[row.length - row.num_draft :], None):
-                told.append((row.start + row.length - row.num_draft + len(told)) % self._period + 1)
+                told.append((context - row.num_draft + len(told)) % self._period + 1)
                 if told[-1] != guess:
                     break
             tokens.append(tuple(told) if row.samples else ())

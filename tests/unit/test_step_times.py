@@ -2,15 +2,23 @@
 
 import asyncio
 import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from poolwright_engine.process.first_steps import measure_first, possible, rows_of
+from poolwright_engine.process import assembly
+from poolwright_engine.process.config import EngineConfig
+from poolwright_engine.process.first_steps import measure_first, measure_swap, possible, step_of
 from poolwright_engine.scheduling.budget import StepWork
+from poolwright_engine.scheduling.scheduler_config import GUESSED_SWAP_BYTES_PER_SECOND
 from poolwright_engine.scheduling.step_times import StepTimes
 from poolwright_protocol.step_time import StepCost, StepProfile
 from support.engine_bed import machine, request, tokens, until
 from support.scripted_runner import ScriptedRunner
+from support.tiny_llama import write_tiny_llama
 
 DECODE, MIXED = StepCost(0.02, 2e-4, 1e-7), StepCost(0.03, 4e-4, 2e-7)
 
@@ -117,7 +125,7 @@ def test_first_steps_keep_to_what_the_engine_can_hold_and_to_their_time() -> Non
     assert {shape.prefill_tokens > 0 for shape, _ in quick} == {True, False}
     for shape, seconds in quick:
         assert shape.tokens <= 64
-        assert sum(len(row.block_ids) for row in rows_of(shape, 4)) <= 39
+        assert sum(len(row.block_ids) for row in step_of(0, shape, 4).rows) <= 39
         assert seconds > 0
     assert [shape for shape, _ in quick] == list(possible([s for s, _ in quick], 64, 8, 100, 39, 4))
 
@@ -126,6 +134,59 @@ def test_a_slow_machine_measures_few_first_steps(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("poolwright_engine.process.first_steps._SECONDS", 0.03)
     slow = measure_first(ScriptedRunner(num_blocks=200, step_seconds=0.02), 512, 32, 500)
     assert 1 <= len(slow) <= 2
+
+
+class SlowToSwap(ScriptedRunner):
+    """Each of its copies takes 10 ms, and what it copies is kept count of."""
+
+    copied = 0
+
+    def swap_out(self, block_ids: Sequence[int], host_block_ids: Sequence[int]) -> Any:
+        self._enqueue(lambda: time.sleep(0.01))
+        self.copied += len(block_ids)
+        return super().swap_out(block_ids, host_block_ids)
+
+    def swap_in(self, host_block_ids: Sequence[int], block_ids: Sequence[int]) -> Any:
+        self._enqueue(lambda: time.sleep(0.01))
+        return super().swap_in(host_block_ids, block_ids)
+
+
+def test_a_swap_is_measured_both_ways_over_blocks_that_hold_afterwards_what_they_held() -> None:
+    runner = SlowToSwap(num_blocks=9, num_host_blocks=6)
+    data = runner.read_blocks(range(3), range(2), [1]).result()
+    runner.write_blocks(range(3), range(2), [5], bytes(len(data))).result()
+    before = runner.contents()
+    speed = measure_swap(runner)
+    assert runner.contents() == before
+    assert runner.copied == 2 * 6
+    moved = 2 * 6 * runner.kv_shape.bytes_per_block(runner.block_size)
+    assert speed is not None
+    assert 0 < speed <= moved / 0.02
+    assert measure_swap(ScriptedRunner(num_blocks=9, num_host_blocks=0)) is None
+
+
+@pytest.mark.parametrize("gibibytes", [0, 0.001])
+def test_an_engine_that_may_swap_goes_by_what_a_copy_took_here(tmp_path: Path, gibibytes: float) -> None:
+    config = EngineConfig(
+        model=str(write_tiny_llama(tmp_path)),
+        served_model_names=("m",),
+        device="cpu",
+        kv_cache_mebibytes=1,
+        swap_space_gibibytes=gibibytes,
+        cpu_threads=1,
+        cpu_linear_form="rows",
+    )
+    parts = assembly.load(config)
+    try:
+        used = assembly.engine_loop(config, parts).scheduler.config.swap_bytes_per_second
+    finally:
+        parts.runner.close()
+    if gibibytes:
+        assert used == parts.swap_bytes_per_second != GUESSED_SWAP_BYTES_PER_SECOND
+        assert used > 0
+    else:
+        assert parts.swap_bytes_per_second is None
+        assert used == GUESSED_SWAP_BYTES_PER_SECOND
 
 
 async def test_an_engine_says_what_its_steps_took_and_what_its_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:

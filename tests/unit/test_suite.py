@@ -1,4 +1,4 @@
-"""Two sessions of pytest have one closing line and one exit code."""
+"""Several sessions of pytest have every test between them, one closing line and one exit code."""
 
 import sys
 from pathlib import Path
@@ -16,6 +16,16 @@ FAILED tests/unit/test_x.py::test_y - 7 passed in 1.00s
 """
 QUIET = "....\n3 passed, 2 errors in 0.02s\n"
 NOTHING = "============ no tests ran in 0.02s ============\n"
+
+
+def test_every_file_is_in_one_session() -> None:
+    sessions = suite.sessions()
+    files = [str(path.relative_to(suite.ROOT)) for path in suite.files_of_tests()]
+    assert len(files) > 100
+    for file in files:
+        folders = {str(folder) for folder in Path(file).parents}
+        having = [s for s in sessions if f"--ignore={file}" not in s and {file, *folders} & set(s)]
+        assert len(having) == 1, file
 
 
 def test_the_closing_line_counts_every_session() -> None:

@@ -270,6 +270,15 @@ class TestFastLoop:
             it.step(LIGHT, seconds=0.5, live=LiveReading(it.now, {"u0": QUEUED}))
         assert it.begun == []
 
+    def test_a_move_that_the_offered_work_speaks_against_is_not_made(self) -> None:
+        it = world(P, T, T)
+        it.spec = replace(it.spec, interval_seconds=120.0)
+        it.step(ANSWERS)
+        work = {m.uid: QUEUED if m.role is P else FREE for m in it.machines}
+        decisions = [it.step(ANSWERS, live=LiveReading(it.now - 1, work)) for _ in range(4)]
+        assert decisions[-1].reason is Reason.DONOR_NOT_COMFORTABLE
+        assert split(it.machines) == (1, 2, 0)
+
     def test_cap_dwell_and_mode_hold_it_too(self) -> None:
         it = world(P, T, T, T, T)
         it.spec = replace(it.spec, max_moves_per_window=1)

@@ -17,7 +17,7 @@ from poolwright_engine.api.openai_api import (
     check_supported,
 )
 from poolwright_engine.api.prompts import Prompts
-from poolwright_engine.api.sampling_options import sampling_params
+from poolwright_engine.api.sampling_options import NEUTRAL, SamplingDefaults, sampling_params
 from poolwright_engine.loop.engine import Engine
 from poolwright_engine.sampling.guide import Guides
 from poolwright_engine.scheduling.sequence import SamplingParams
@@ -45,17 +45,19 @@ class Served:
         vocab_size: int,
         max_chars_per_token: int,
         guides: Guides | None = None,
+        defaults: SamplingDefaults = NEUTRAL,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.prompts = Prompts(tokenizer, vocab_size, engine.max_model_len, max_chars_per_token)
         self._guides = guides
+        self._defaults = defaults
 
     async def params_of(self, asked: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
         """Raises ApiError."""
         check_supported(asked)
-        params = sampling_params(asked, self.vocab_size)
+        params = sampling_params(asked, self.vocab_size, self._defaults)
         if params.guide is not None:
             guide, guides = params.guide, self._guides
             if guides is None:

@@ -31,7 +31,8 @@ async def answer(
     params = await served.params_of(asked)
     prompt = await served.prompts.of_chat(asked, asked)
     if asked.return_prompt_text:
-        prompt = Prompt(prompt.token_ids, await served.prompts.text_of(prompt))
+        (text,) = await served.prompts.texts_of([prompt])
+        prompt = Prompt(prompt.token_ids, text)
     ids = [prompt.token_ids]
     choices = choices_of(asked, params, ids, served.engine, served.tokenizer, metrics, routed)
     chat = _Chat(served, asked, responses.Head(*served.identity("chatcmpl", asked), model), prompt, choices, form)

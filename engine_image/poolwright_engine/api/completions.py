@@ -24,7 +24,7 @@ async def answer(
     params = await served.params_of(asked)
     prompts = await served.prompts.of_completion(asked)
     ids = [prompt.token_ids for prompt in prompts]
-    echoes = [await served.prompts.text_of(prompt) for prompt in prompts] if asked.echo else []
+    echoes = await served.prompts.texts_of(prompts) if asked.echo else []
     choices = choices_of(asked, params, ids, served.engine, served.tokenizer, metrics, routed)
     completion = _Completion(served, asked, responses.Head(*served.identity("cmpl", asked), model), echoes, choices)
     return Answer(completion.chunks, completion.body)

@@ -24,6 +24,7 @@ from poolwright_engine.text.tokenizer import Tokenizer
 # Enough of the prompt for the decoder to know whether a leading space belongs to the first token; the whole of it
 # would be decoded once more at the first token.
 _DECODER_CONTEXT_TOKENS = 16
+_STARTED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +190,12 @@ async def merged(sources: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerat
         except Exception as error:
             await ready.put(error)
 
-    pumps = [asyncio.create_task(pump(index, source)) for index, source in enumerate(sources)]
+    pumps: list[asyncio.Task[None]] = []
     try:
+        for index, source in enumerate(sources):
+            if pumps and not index % _STARTED_AT_ONCE:
+                await asyncio.sleep(0)  # the event loop serves others in between
+            pumps.append(asyncio.create_task(pump(index, source)))
         running = len(pumps)
         while running:
             item = await ready.get()

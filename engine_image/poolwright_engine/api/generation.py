@@ -15,6 +15,8 @@ from poolwright_engine.scheduling.sequence import FinishReason, Request, TokenLo
 from poolwright_engine.text.stop_strings import StopStrings
 from poolwright_engine.text.tokenizer import Detokenizer
 
+SHUTDOWN_RETRY_SECONDS = 1  # another machine may take it at once
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -104,5 +106,6 @@ def _pieces_of(
 
 def _broken_off(output: TokenOutput) -> ApiError:
     if output.finish_reason is FinishReason.ABORT:
-        return ApiError(503, output.error or "The request was aborted: this machine is shutting down.")
+        message = output.error or "The request was aborted: this machine is shutting down."
+        return ApiError(503, message, retry_after_seconds=SHUTDOWN_RETRY_SECONDS)
     return ApiError(500, output.error or "The engine failed.")

@@ -149,6 +149,7 @@ class EngineMetrics(Observer):
             "Number of admission attempts rejected by a queue limit, by reason.",
             "reason",
             ("max_num_queued_reqs", "max_num_queued_tokens"),
+            {"model_name": model_name},  # vLLM counts it where requests come in, in front of its engines
         )
         self._preemptions = self._counter("num_preemptions", "Cumulative number of preemption from the engine.")
         self._prefix_queries = self._counter(
@@ -337,10 +338,13 @@ class EngineMetrics(Observer):
         metric = Counter(f"vllm:{name}", text, list(self._model), registry=self.registry)
         return metric.labels(**self._model)
 
-    def _counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
-        """One counter per value, all there from the start."""
-        metric = Counter(f"vllm:{name}", text, [*self._model, label], registry=self.registry)
-        return {value: metric.labels(**self._model, **{label: value}) for value in values}
+    def _counters(
+        self, name: str, text: str, label: str, values: Iterable[str], labels: Mapping[str, str] | None = None
+    ) -> dict[str, Counter]:
+        """One counter per value, all there from the start. `labels`: in place of model and engine."""
+        labels = self._model if labels is None else labels
+        metric = Counter(f"vllm:{name}", text, [*labels, label], registry=self.registry)
+        return {value: metric.labels(**labels, **{label: value}) for value in values}
 
 
 class _Scrape(Collector):
@@ -374,7 +378,7 @@ class _Scrape(Collector):
             "sleep_state",
             {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
         )
-        labels = {**self._model, **self.cache_config}
+        labels = {"engine": self._model["engine"], **self.cache_config}  # as vLLM's, which names no model here
         info = GaugeMetricFamily("vllm:cache_config_info", "Information of the cache's shape.", labels=list(labels))
         info.add_metric(list(labels.values()), 1)
         yield info

@@ -72,6 +72,7 @@ class GenerationRequest(_Fields):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
     seed: Int64 | None = None
     stop: Stops | None = None
     stop_token_ids: list[int] | None = None
@@ -384,7 +385,6 @@ class DetokenizeRequest(_Fields):
 # What this engine does not do, and the values that ask for nothing. Anything else is refused by name.
 _NOT_IMPLEMENTED: Mapping[str, Sequence[Any]] = {
     "use_beam_search": (None, False),
-    "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "logits_processors": (None, []),
     "logprob_token_ids": (None, []),

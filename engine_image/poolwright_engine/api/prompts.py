@@ -5,9 +5,12 @@ to leave the processor to the step loop. Knows no sampling and no HTTP.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
+
+from pydantic import BaseModel
 
 from poolwright_engine.api.api_error import bad_parameter, brief
 from poolwright_engine.api.openai_api import CompletionRequest, Conversation, GenerationRequest
@@ -17,6 +20,8 @@ T = TypeVar("T")
 
 # Tokenized on the spot in well under a millisecond; a thread would take longer to wake.
 _INLINE_CHARACTERS = 4096
+# What takes time beside text, in characters that take as much: a prompt, a message or tool, any other value.
+_PER_PROMPT, _PER_MESSAGE, _PER_VALUE = 64, 256, 8
 _MOST_THREADS = 2
 
 
@@ -40,27 +45,31 @@ class Prompts:
 
     async def of_completion(self, asked: CompletionRequest) -> list[Prompt]:
         """In the order of the client's list. Raises ApiError."""
-        return [await self._of_one(each, asked) for each in asked.prompts]
+        prompts = asked.prompts
+        size = sum(len(prompt) + _PER_PROMPT for prompt in prompts)
+        return await self.in_thread(size, lambda: [self._of_one(prompt, asked) for prompt in prompts])
 
     async def of_chat(self, asked: GenerationRequest, conversation: Conversation) -> Prompt:
         """Raises ApiError."""
         token_ids, text = await self._of_conversation(conversation, self._max_characters)
         return self._truncated(token_ids, text, asked)
 
-    async def text_of(self, prompt: Prompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        return await self.decoded(prompt.token_ids)
+    async def texts_of(self, prompts: Sequence[Prompt]) -> list[str]:
+        size = sum(len(prompt.token_ids) + _PER_PROMPT for prompt in prompts if prompt.text is None)
+        return await self.in_thread(size, lambda: [self._text_of(prompt) for prompt in prompts])
 
     async def decoded(self, token_ids: Sequence[int]) -> str:
         """Special tokens included."""
-        decode = self._tokenizer.decode
-        return await self.in_thread(len(token_ids), lambda: decode(token_ids, skip_special_tokens=False))
+        return await self.in_thread(len(token_ids), lambda: self._decoded(token_ids))
+
+    async def symbols(self, token_ids: Sequence[int]) -> list[str]:
+        """As the vocabulary spells them."""
+        symbol = self._tokenizer.token_symbol
+        return await self.in_thread(len(token_ids), lambda: [symbol(token_id) for token_id in token_ids])
 
     async def tokenized(self, text: str, add_special_tokens: bool) -> list[int]:
         """Of any length that a body can hold. Raises ApiError."""
-        _check_characters(text)
-        return await self.in_thread(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
+        return await self.in_thread(len(text), lambda: self._encoded(text, add_special_tokens))
 
     async def tokenized_chat(self, conversation: Conversation) -> list[int]:
         """The same. Raises ApiError."""
@@ -79,10 +88,20 @@ class Prompts:
             wrong = brief(next(i for i in token_ids if not 0 <= i < self._vocab_size))
             raise bad_parameter(f"Token id {wrong} is out of vocabulary [0, {self._vocab_size}).", parameter)
 
-    async def _of_one(self, prompt: str | list[int], asked: CompletionRequest) -> Prompt:
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        _check_characters(text)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _text_of(self, prompt: Prompt) -> str:
+        return self._decoded(prompt.token_ids) if prompt.text is None else prompt.text
+
+    def _of_one(self, prompt: str | list[int], asked: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
             self._check_length(prompt, self._max_characters)
-            token_ids = await self.tokenized(prompt, asked.add_special_tokens)
+            token_ids = self._encoded(prompt, asked.add_special_tokens)
             return self._truncated(token_ids, prompt, asked)
         if len(prompt) <= self._max_model_len:  # a longer one is refused for that, or cut first
             self.check_ids(prompt, "prompt")
@@ -91,16 +110,13 @@ class Prompts:
         return made
 
     async def _of_conversation(self, asked: Conversation, limit: int | None) -> tuple[list[int], str]:
-        messages = [message.for_template() for message in asked.messages]
-        variables = asked.variables
-        size = sum(len(message["content"]) for message in messages) + 256 * (len(messages) + len(asked.tools or []))
-
         def render() -> str:
-            text = self._tokenizer.render_chat(messages, asked.add_generation_prompt, **variables)
+            messages = [message.for_template() for message in asked.messages]
+            text = self._tokenizer.render_chat(messages, asked.add_generation_prompt, **asked.variables)
             return _open_ended(text, messages[-1]["content"]) if asked.continue_final_message else text
 
         try:
-            text = await self.in_thread(size, render)
+            text = await self.in_thread(_size_of(asked), render)
         except ChatTemplateError as error:
             raise bad_parameter(f"{error}.", "messages") from error
         if limit is not None:
@@ -134,6 +150,30 @@ class Prompts:
                 "input_text",
                 len(text),
             )
+
+
+def _size_of(asked: Conversation) -> int:
+    """Of all that the template sees; counted no further than it matters."""
+    size = 0
+    todo: list[Iterator[object]] = [
+        iter((asked.messages, asked.tools, asked.documents, asked.chat_template_kwargs)),
+    ]
+    while todo and size <= _INLINE_CHARACTERS:
+        value = next(todo[-1], todo)
+        if value is todo:
+            todo.pop()
+        elif isinstance(value, str):
+            size += len(value) + _PER_VALUE
+        elif isinstance(value, BaseModel):
+            size += _PER_MESSAGE
+            todo.append(chain(vars(value).values(), (value.model_extra or {}).values()))
+        else:
+            size += _PER_VALUE
+            if isinstance(value, Mapping):
+                todo.append(chain(value, value.values()))
+            elif isinstance(value, list):
+                todo.append(iter(value))
+    return size
 
 
 def _check_characters(text: str) -> None:

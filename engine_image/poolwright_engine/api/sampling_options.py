@@ -8,8 +8,8 @@ import math
 import random
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from poolwright_engine.api.api_error import bad_parameter, bad_request, brief
 from poolwright_engine.api.openai_api import (
@@ -21,11 +21,40 @@ from poolwright_engine.api.openai_api import (
 )
 from poolwright_engine.scheduling.sequence import Guide, GuideKind, SamplingParams
 
+N = TypeVar("N", int, float)
+
 MAX_LOGPROBS = 20
 MAX_SCHEMA_DEPTH = 64
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets that does not say. `max_tokens`: of chat, None: to the context's end; completions have their
+    own. `most_tokens`: no answer of the server is longer; None: any."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    most_tokens: int | None = None
+
+    def __str__(self) -> str:
+        """What is not neutral, as facts of a line of the log."""
+        facts = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return " ".join(f"{name}={value}" for name, value, neutral in facts if value != neutral)
+
+    def within(self, max_model_len: int) -> "SamplingDefaults":
+        """Lengths that no request of this model would be refused for."""
+        longest, most = (None if n is None else min(n, max_model_len) for n in (self.max_tokens, self.most_tokens))
+        return replace(self, max_tokens=longest, most_tokens=most)
+
+
+NEUTRAL = SamplingDefaults()
 _seeds: random.Random = secrets.SystemRandom()
 
 
@@ -36,15 +65,19 @@ def draw_seeds_from(seed: int | None) -> None:
     _seeds = secrets.SystemRandom() if seed is None else random.Random(seed)
 
 
-def sampling_params(request: CompletionRequest | ChatCompletionRequest, vocab_size: int) -> SamplingParams:
+def sampling_params(
+    request: CompletionRequest | ChatCompletionRequest, vocab_size: int, defaults: SamplingDefaults = NEUTRAL
+) -> SamplingParams:
     """All but the length and the seed: `max_tokens` is what was asked for, or 0 where the request leaves it to the
     model's length; `of_choice` gives each choice its seed. Raises ApiError."""
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    top_k = 0 if request.top_k in (None, -1) else request.top_k or 0
-    min_p = request.min_p or 0.0
-    presence, frequency = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
-    repetition = 1.0 if request.repetition_penalty is None else request.repetition_penalty
+    temperature = _said(request.temperature, defaults.temperature)
+    top_p = _said(request.top_p, defaults.top_p)
+    top_k = _said(request.top_k, defaults.top_k)
+    top_k = 0 if top_k == -1 else top_k
+    min_p = _said(request.min_p, defaults.min_p)
+    presence = _said(request.presence_penalty, defaults.presence_penalty)
+    frequency = _said(request.frequency_penalty, defaults.frequency_penalty)
+    repetition = _said(request.repetition_penalty, defaults.repetition_penalty)
     if not -2 <= presence <= 2:
         raise bad_request(f"presence_penalty must be in [-2, 2], got {presence}.", "presence_penalty")
     if not -2 <= frequency <= 2:
@@ -64,7 +97,7 @@ def sampling_params(request: CompletionRequest | ChatCompletionRequest, vocab_si
     if temperature == 0 and request.tries > 1:
         name = "n" if request.best_of is None else "best_of"
         raise bad_request(f"{name} must be 1 when using greedy sampling, got {request.tries}.", name)
-    max_tokens = _max_tokens(request)
+    max_tokens = _max_tokens(request, defaults)
     min_tokens = request.min_tokens or 0
     if min_tokens < 0:
         raise bad_request(f"min_tokens must be greater than or equal to 0, got {brief(min_tokens)}.", "min_tokens")
@@ -87,6 +120,7 @@ def sampling_params(request: CompletionRequest | ChatCompletionRequest, vocab_si
         frequency_penalty=frequency,
         repetition_penalty=repetition,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        allowed_token_ids=_allowed(request.allowed_token_ids, vocab_size),
         guide=guide_of(request),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -113,7 +147,11 @@ def finite(logprob: float) -> float:
     return _LEAST_LOGPROB if math.isnan(logprob) else max(logprob, _LEAST_LOGPROB)
 
 
-def _max_tokens(request: CompletionRequest | ChatCompletionRequest) -> int:
+def _said(value: N | None, default: N) -> N:
+    return default if value is None else value
+
+
+def _max_tokens(request: CompletionRequest | ChatCompletionRequest, defaults: SamplingDefaults) -> int:
     name, asked = "max_tokens", request.max_tokens
     if isinstance(request, CompletionRequest):
         if request.only_echo:
@@ -123,6 +161,10 @@ def _max_tokens(request: CompletionRequest | ChatCompletionRequest) -> int:
         name, asked = "max_completion_tokens", request.max_completion_tokens
     if asked is not None and asked < 1:
         raise bad_parameter(f"{name} must be at least 1, got {brief(asked)}.", name, asked)
+    if asked is None and isinstance(request, ChatCompletionRequest):
+        asked = defaults.max_tokens
+    if defaults.most_tokens is not None:
+        return min(asked or defaults.most_tokens, defaults.most_tokens)
     return asked or 0
 
 
@@ -152,6 +194,17 @@ def _logit_bias(asked: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
     biases = {int(key): min(100.0, max(-100.0, bias)) for key, bias in asked.items()}
     _check_vocabulary("logit_bias", tuple(biases), vocab_size)
     return tuple(biases.items())
+
+
+def _allowed(asked: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if asked is None:
+        return None
+    if not asked:
+        raise bad_parameter("allowed_token_ids is not None and empty!", "allowed_token_ids", asked)
+    outside = [token_id for token_id in asked if not 0 <= token_id < vocab_size]
+    if outside:
+        raise bad_parameter("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids", outside)
+    return tuple(sorted(set(asked)))
 
 
 def _is_integer(text: str) -> bool:

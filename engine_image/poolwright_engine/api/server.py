@@ -27,6 +27,7 @@ from poolwright_engine.api import chat, completions, responses
 from poolwright_engine.api.answer import Served
 from poolwright_engine.api.api_error import ApiError, brief, validation_error
 from poolwright_engine.api.event_stream import JsonBody, respond
+from poolwright_engine.api.generation import SHUTDOWN_RETRY_SECONDS
 from poolwright_engine.api.metrics import EngineMetrics
 from poolwright_engine.api.openai_api import (
     ChatCompletionRequest,
@@ -99,7 +100,7 @@ class Service:
         """Raises ApiError."""
         served = self.loaded()
         if self.draining:
-            raise ApiError(503, "This machine is shutting down.", retry_after_seconds=1)
+            raise ApiError(503, "This machine is shutting down.", retry_after_seconds=SHUTDOWN_RETRY_SECONDS)
         self.check_model(model)
         return served
 
@@ -188,7 +189,7 @@ def _add_tokenizing(app: FastAPI, service: Service) -> None:
             ids = await served.prompts.tokenized_chat(body.conversation)
         else:
             ids = await served.prompts.tokenized(body.prompt or "", body.add_special_tokens is not False)
-        symbols = [served.tokenizer.token_symbol(token_id) for token_id in ids] if body.return_token_strs else None
+        symbols = await served.prompts.symbols(ids) if body.return_token_strs else None
         return Tokenized(count=len(ids), max_model_len=served.engine.max_model_len, tokens=ids, token_strs=symbols)
 
     @app.post("/detokenize", **options)

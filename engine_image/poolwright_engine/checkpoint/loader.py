@@ -17,6 +17,7 @@ from torch import Tensor
 from poolwright_engine.checkpoint.checkpoint import Checkpoint, LoadError, Progress, Shape, one_line
 from poolwright_engine.checkpoint.folder import read_folder
 from poolwright_engine.checkpoint.gguf import read_gguf
+from poolwright_engine.checkpoint.weight_digest import WeightDigest
 from poolwright_engine.model.linear import Linear
 from poolwright_engine.model.llama import LayerWeights, LlamaModel, Weights
 from poolwright_engine.model.model_config import ModelConfig
@@ -36,13 +37,15 @@ _DERIVED = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias)$")  # 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`dtype` is a name of DTYPES, as asked for."""
+    """`dtype` is a name of DTYPES, as asked for. `weights_digest`: equal where the weights are, at that precision and
+    before any quantization."""
 
     path: Path
     config: ModelConfig
     model: LlamaModel
     tokenizer: Tokenizer
     dtype: str
+    weights_digest: str
 
 
 def stored_dtype(path: Path) -> str:
@@ -80,7 +83,8 @@ def load_model(
             config, tokenizer = checkpoint.config, checkpoint.tokenizer
             if progress is not None:
                 checkpoint.tensors.report_to(progress)
-            weights = _assemble(checkpoint, DTYPES[dtype], make_linear or _plain)
+            digest = WeightDigest()
+            weights = _assemble(checkpoint, DTYPES[dtype], make_linear or _plain, digest)
             _nothing_left(path, checkpoint)
             if tokenizer.vocab_size > config.vocab_size:
                 raise LoadError(f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}")
@@ -90,7 +94,7 @@ def load_model(
         raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (MemoryError, RuntimeError) as error:
         raise LoadError(f"{path}: its weights do not fit into memory: {one_line(error)}") from error
-    return LoadedModel(path, config, LlamaModel(config, weights), tokenizer, dtype)
+    return LoadedModel(path, config, LlamaModel(config, weights), tokenizer, dtype, digest.hex())
 
 
 def _file_or_folder(path: Path) -> Path:
@@ -114,7 +118,7 @@ def _plain(name: str, weight: Tensor, bias: Tensor | None) -> Linear:
     return Linear(weight, bias)
 
 
-def _assemble(checkpoint: Checkpoint, dtype: torch.dtype, make_linear: MakeLinear) -> Weights:
+def _assemble(checkpoint: Checkpoint, dtype: torch.dtype, make_linear: MakeLinear, digest: WeightDigest) -> Weights:
     """Each tensor is converted as it is taken and fused in place, so no weight is ever held twice."""
     config, tensors = checkpoint.config, checkpoint.tensors
     hidden, inner, head_size = config.hidden_size, config.intermediate_size, config.head_size
@@ -123,12 +127,14 @@ def _assemble(checkpoint: Checkpoint, dtype: torch.dtype, make_linear: MakeLinea
         tensors.require(name, shape)
         target = torch.empty(shape, dtype=dtype)
         tensors.copy(name, target)
+        digest.add(name, target)
         return target
 
     def norm(name: str, size: int = hidden) -> Tensor:
         tensors.require(name, (size,))
         target = torch.empty(size, dtype=torch.float32)
         tensors.copy(name, target)
+        digest.add(name, target)
         return (target + checkpoint.norm_offset).to(dtype)
 
     def linear(prefix: str, name: str, parts: Mapping[str, int], inputs: int, has_bias: bool) -> Linear:
@@ -144,6 +150,9 @@ def _assemble(checkpoint: Checkpoint, dtype: torch.dtype, make_linear: MakeLinea
             if bias is not None:
                 tensors.copy(f"{prefix}.{part}.bias", bias[first : first + rows])
             first += rows
+        digest.add(f"{prefix}.{name}.weight", weight)
+        if bias is not None:
+            digest.add(f"{prefix}.{name}.bias", bias)
         return make_linear(f"{prefix}.{name}", weight, bias)
 
     def layer(index: int) -> LayerWeights:

@@ -36,13 +36,14 @@ def report(config: EngineConfig, parts: assembly.Parts) -> dict[str, str]:
         "layers": f"{kv.layers}, {model.heads} heads of {kv.head_size}, {kv.kv_heads} of them with KV",
         "vocabulary": f"{model.vocab_size} tokens",
         "context": f"{plan.max_model_len} tokens of the model's {model.context_length}",
-        "KV cache": f"{blocks} blocks of {config.block_size} tokens, {kv.bytes_per_token} bytes a token, "
-        f"{source.size(blocks * config.block_size * kv.bytes_per_token)}",
+        "KV cache": f"{blocks} blocks of {config.block_size} tokens, {kv.bytes_per_token} bytes a token "
+        f"in {config.kv_dtype(parts.dtype)}, {source.size(blocks * config.block_size * kv.bytes_per_token)}",
         "host memory for KV": source.size(plan.swap_space_bytes),
         "at once": f"{plan.max_num_seqs} requests, {blocks * config.block_size // plan.max_model_len} of the longest",
         "budget": budget,
         "prompts": "in chunks" if plan.chunked_prefill else "whole",
         "batching": f"{config.batching}, {config.scheduling_policy}",
+        "sampling": str(parts.sampling_defaults) or "as requests say; nothing of the model's",
         "chat template": "yes" if parts.tokenizer.chat_template else "none: /v1/chat/completions is refused",
         "fingerprint": parts.fingerprint,
     }

@@ -120,11 +120,13 @@ class CpuRunner:
         tokens = [RowTokens() for _ in rows]
         prompt_logprobs: list[tuple[TokenLogprobs, ...]] = [()] * len(rows)
         if rows:
-            hidden = self._hidden(rows)
+            hidden = self._hidden(step)
             stops = list(itertools.accumulate(row.length for row in rows))
+            contexts = list(step.contexts)
             for group in _groups(rows):
                 at = [i for index in group for i in range(stops[index] - rows[index].num_draft - 1, stops[index])]
-                found = self._seats.sample([rows[index] for index in group], self._logits(hidden, at))
+                firsts = [contexts[index] - rows[index].num_draft for index in group]
+                found = self._seats.sample([rows[index] for index in group], firsts, self._logits(hidden, at))
                 for index, row_tokens in zip(group, found, strict=True):
                     tokens[index] = row_tokens
             for index, row in enumerate(rows):
@@ -144,16 +146,19 @@ class CpuRunner:
             tuple((index, row.error) for index, row in enumerate(tokens) if row.error is not None),
         )
 
-    def _hidden(self, rows: Sequence[Row]) -> Tensor:
+    def _hidden(self, step: Step) -> Tensor:
         """(tokens, hidden_size), the rows' tokens in row order."""
         inputs: list[int] = []
-        for row in rows:
+        for row in step.rows:
             ids = (self._seats.last_sampled[row.slot],) if row.use_last_sampled else row.token_ids
             if len(ids) != row.length:
                 raise ValueError(f"a row of {row.length} tokens came with {len(ids)} ids")
             inputs.extend(ids)
             self._seats.take(row)
-        attention_rows = [AttentionRow(row.start, row.length, row.table(self.block_size)) for row in rows]
+        attention_rows = [
+            AttentionRow(start, row.length, row.table(start, self.block_size))
+            for start, row in zip(step.starts, step.rows, strict=True)
+        ]
         return self._model.hidden(torch.tensor(inputs, dtype=torch.int64), attention_rows, self._cache)
 
     def _logits(self, hidden: Tensor, at: Sequence[int]) -> Logits:

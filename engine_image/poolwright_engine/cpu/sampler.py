@@ -3,7 +3,7 @@
 In this order, each stage only if the request asks for it:
 
 1.  log probabilities and rank, of the raw logits;
-2.  allowed tokens: the guide's; no ending before `min_tokens`, unless the guide allows nothing but to end; then
+2.  allowed tokens: those of the list and of the guide; no ending before `min_tokens`, unless nothing else is left; then
     `logit_bias` is added;
 3.  penalties: repetition (of prompt and output: a positive logit is divided, another multiplied), frequency (times the
     count in the output), presence (in the output at all);
@@ -111,13 +111,8 @@ def _most_likely(logits: Logits) -> int:
 def _shaped(logits: Logits, params: SamplingParams, memory: SlotMemory) -> Logits:
     """A copy that allowed tokens, biases and penalties have been applied to."""
     shaped = logits.copy()
-    if memory.guide is not None:
-        allowed = memory.guide.allowed()
-        if not memory.may_end:
-            going_on = allowed.copy()
-            going_on[memory.ending_ids] = False
-            allowed = going_on if going_on.any() else allowed
-        shaped[~allowed] = -np.inf
+    if memory.is_masked:
+        shaped[~memory.allowed(memory.guide, memory.num_output)] = -np.inf
     elif not memory.may_end:
         shaped[memory.ending_ids] = -np.inf
     if len(memory.bias_ids):

@@ -51,11 +51,15 @@ class Seats:
         if row.seat is not None:
             self._taken[row.slot], self._memories[row.slot] = row.seat, None
 
-    def sample(self, rows: Sequence[Row], logits: NDArray[np.float32]) -> list[RowTokens]:
-        """logits: (positions, vocab), for each row those after its last input but the guesses, and after each guess."""
+    def sample(self, rows: Sequence[Row], firsts: Sequence[int], logits: NDArray[np.float32]) -> list[RowTokens]:
+        """firsts: of each row, the position of the first token sampled. logits: (positions, vocab), for each row those
+        after its last input but the guesses, and after each guess."""
         tokens = [RowTokens() for _ in rows]
         stops = np.cumsum([row.num_draft + 1 for row in rows]).tolist()
-        work = [(row, logits[stop - row.num_draft - 1 : stop]) for row, stop in zip(rows, stops, strict=True)]
+        work = [
+            (row, first, logits[stop - row.num_draft - 1 : stop])
+            for row, first, stop in zip(rows, firsts, stops, strict=True)
+        ]
 
         def share(first: int, step: int) -> None:
             for index in range(first, len(work), step):
@@ -68,7 +72,7 @@ class Seats:
             list(self._pool.map(share, range(shares), [shares] * shares))
         return tokens
 
-    def _sample(self, row: Row, logits: NDArray[np.float32]) -> RowTokens:
+    def _sample(self, row: Row, first: int, logits: NDArray[np.float32]) -> RowTokens:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         guesses = row.token_ids[row.length - row.num_draft :]
@@ -78,8 +82,7 @@ class Seats:
             for offset, after in enumerate(logits):
                 if offset > 0 and token_ids[-1] != guesses[offset - 1]:
                     break
-                position = row.start + row.length - row.num_draft + offset
-                sampled = sample(after, row.params, position, memory)
+                sampled = sample(after, row.params, first + offset, memory)
                 if memory is not None:
                     memory.note(sampled.token_id)
                 token_ids.append(sampled.token_id)
@@ -93,7 +96,7 @@ class Seats:
 
     def _memory(self, row: Row) -> SlotMemory | None:
         params = row.params
-        if not params.needs_history and not params.logit_bias:
+        if not params.shapes_logits:
             self._memories[row.slot] = None
             return None
         memory = self._memories[row.slot]

@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from poolwright_engine.scheduling.runner import Row
+from poolwright_engine.scheduling.runner import Row, Step
 from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_protocol.kv import blocks_for
 
 _FLOATS = 6  # temperature, top-p, min-p, repetition, presence and frequency penalty
 _PARAM_WORDS = 10  # those, top-k, an unused word, and two of the seed
 _LARGEST = 1e30  # what a request asks for stays finite in float32
+NOTHING = Step(0, (), ())  # for a graph to be made on
 
 
 class StepShape(NamedTuple):
@@ -93,33 +94,32 @@ class DeviceBatch:
         self._sent_blocks = [0] * max_num_seqs
         self._sent_params: list[SamplingParams | None] = [None] * max_num_seqs
 
-    def check(self, rows: Sequence[Row]) -> None:
+    def check(self, step: Step) -> None:
         """Raises ValueError; nothing was changed then."""
         tokens = 0
-        for row in rows:
+        for row, context in zip(step.rows, step.contexts, strict=True):
             if len(row.token_ids) != (0 if row.use_last_sampled else row.length) or row.length < 1:
                 raise ValueError(f"a row of {row.length} tokens came with {len(row.token_ids)} ids")
             if not 0 <= row.slot < self.max_num_seqs:
                 raise ValueError(f"slot {row.slot} is outside [0, {self.max_num_seqs})")
-            needed = blocks_for(row.start + row.length, self.block_size)
+            needed = blocks_for(context, self.block_size)
             if needed > len(row.block_ids):
                 raise ValueError(
-                    f"{row.start + row.length} tokens need {needed} blocks of {self.block_size}, the table has "
-                    f"{len(row.block_ids)}"
+                    f"{context} tokens need {needed} blocks of {self.block_size}, the table has {len(row.block_ids)}"
                 )
             if needed > self.max_blocks:
                 raise ValueError(f"{needed} blocks of a sequence are more than {self.max_blocks}")
             tokens += row.length
-        if len(rows) > self.max_num_seqs or tokens > self.max_tokens:
-            raise ValueError(f"a step of {len(rows)} rows and {tokens} tokens is too large")
+        if len(step.rows) > self.max_num_seqs or tokens > self.max_tokens:
+            raise ValueError(f"a step of {len(step.rows)} rows and {tokens} tokens is too large")
 
-    def load(self, rows: Sequence[Row], shape: StepShape) -> None:
-        """Sends what is new of rows that `check` let pass. No rows: a step of nothing, for a graph to be made on."""
-        self._send_changes(rows)
+    def load(self, step: Step, shape: StepShape) -> None:
+        """Sends what is new of a step that `check` let pass, or `NOTHING`."""
+        self._send_changes(step.rows)
         if shape.decodes:
-            self._load_decodes(rows, shape)
+            self._load_decodes(step, shape)
         else:
-            self._load_mixed(rows, shape)
+            self._load_mixed(step, shape)
 
     def inputs(self, shape: StepShape) -> BatchInputs:
         """Of the rows loaded for this shape. Only operations on the device, of fixed sizes and places."""
@@ -181,29 +181,31 @@ class DeviceBatch:
             both = to_device(np.stack((np.concatenate(indices), np.concatenate(values).astype(np.int64))), self.device)
             self._state.view(-1).index_copy_(0, both[0], both[1].int())
 
-    def _load_decodes(self, rows: Sequence[Row], shape: StepShape) -> None:
+    def _load_decodes(self, step: Step, shape: StepShape) -> None:
         """Row i is token i; a padding row starts at -1, so that it has no context."""
-        count, total = len(rows), self.max_num_seqs + 1
+        rows, total = step.rows, self.max_num_seqs + 1
+        count = len(rows)
         words = np.zeros(3 * total + 1 + 2 * shape.tokens, dtype=np.int32)
         words[:total] = self.max_num_seqs
         words[total : 2 * total] = -1
         words[:count] = [row.slot for row in rows]
-        words[total : total + count] = [row.start for row in rows]
+        words[total : total + count] = step.starts
         words[2 * total : 3 * total + 1] = np.arange(total + 1)
         pairs = words[3 * total + 1 :].reshape(-1, 2)
         pairs[:, 0] = np.arange(shape.tokens)
         pairs[:count, 1] = [-1 if row.use_last_sampled else row.token_ids[0] for row in rows]
         self._send(words)
 
-    def _load_mixed(self, rows: Sequence[Row], shape: StepShape) -> None:
+    def _load_mixed(self, step: Step, shape: StepShape) -> None:
         """Padding rows have no tokens; padding tokens belong to the row after the last."""
-        count, total = len(rows), self.max_num_seqs + 1
+        rows, total = step.rows, self.max_num_seqs + 1
+        count = len(rows)
         lengths = np.array([row.length for row in rows], dtype=np.int32)
         tokens = int(lengths.sum())
         words = np.zeros(3 * total + 1 + 2 * shape.tokens, dtype=np.int32)
         words[:total] = self.max_num_seqs
         words[:count] = [row.slot for row in rows]
-        words[total : total + count] = [row.start for row in rows]
+        words[total : total + count] = step.starts
         words[2 * total + 1 : 2 * total + 1 + count] = lengths.cumsum()
         words[2 * total + 1 + count : 3 * total + 1] = tokens
         pairs = words[3 * total + 1 :].reshape(-1, 2)

@@ -4,14 +4,14 @@ Models with a window in some layers get one list for each window, so that keys o
 their place, and what a launch is given does not depend on the step: a CUDA graph holds attention like all else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from poolwright_engine.cuda.batch import BatchInputs
 from poolwright_engine.model.model_config import ModelConfig
-from poolwright_engine.scheduling.runner import Row
+from poolwright_engine.scheduling.runner import Step
 from poolwright_kernels.attention_plan import (
     AttentionPlan,
     AttentionShape,
@@ -63,10 +63,10 @@ class AttentionPlans:
         self._pinned = device.type == "cuda"
         self._decodes_planned = decodes_planned
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, step: Step) -> None:
         """Plans a mixed step."""
-        query_lens = np.array([row.length for row in rows], dtype=np.int64)
-        context_lens = np.array([row.start for row in rows], dtype=np.int64) + query_lens
+        query_lens = np.array([row.length for row in step.rows], dtype=np.int32)
+        context_lens = np.array(step.starts, dtype=np.int32) + query_lens
         for window, buffers in self._mixed.items():
             host = torch.empty(buffers.layout.offsets[-1], dtype=torch.int32, pin_memory=self._pinned)
             used = plan_on_host(buffers.layout, query_lens, context_lens, window, host.numpy()).used

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from poolwright_engine.cuda.batch import DeviceBatch, StepShape, to_device
+from poolwright_engine.cuda.batch import NOTHING, DeviceBatch, StepShape, to_device
 from poolwright_engine.cuda.graphs import NO_GRAPHS, Graphs, GraphSizes
 from poolwright_engine.cuda.model import CudaModel
 from poolwright_engine.cuda.plans import AttentionPlans
@@ -184,8 +184,8 @@ class CudaRunner:
             self.warm()
             with torch.inference_mode():
                 for step_shape in sizes.shapes(max_num_seqs):
-                    self._plans.send(())
-                    self._batch.load((), step_shape)
+                    self._plans.send(NOTHING)
+                    self._batch.load(NOTHING, step_shape)
                     self._graphs.capture(step_shape)
 
     def warm(self) -> None:
@@ -194,8 +194,8 @@ class CudaRunner:
         with torch.inference_mode():
             for decodes in (True, False):
                 shape = self._sizes.shape(1, 1, decodes, self._max_num_seqs)
-                self._plans.send(())
-                self._batch.load((), shape)
+                self._plans.send(NOTHING)
+                self._batch.load(NOTHING, shape)
                 self._forward(shape)
             self._sampler.warm()
             nowhere, layers, heads = self._ids((-1,)), self.kv_shape.layers, self.kv_shape.kv_heads
@@ -261,13 +261,13 @@ class CudaRunner:
         began = _Mark(self._device)
         if not rows:
             return _Done(lambda: StepResult(step.number, (), (), 0.0))
-        self._batch.check(rows)
+        self._batch.check(step)
         self._sampler.seat(rows)
         decodes = all(row.length == 1 for row in rows)
         shape = self._sizes.shape(len(rows), step.num_tokens, decodes, self._max_num_seqs)
         if not decodes:
-            self._plans.send(rows)
-        self._batch.load(rows, shape)
+            self._plans.send(step)
+        self._batch.load(step, shape)
         results = self._graphs.run(shape)
         if decodes and all(map(self._sampler.is_plain, rows)):
             # A graph's results are overwritten by its next replay, perhaps before they are copied.
@@ -279,7 +279,7 @@ class CudaRunner:
         stops = list(itertools.accumulate(row.length for row in rows))
         for group in self._groups(rows):
             firsts = [stops[index] - 1 - rows[index].num_draft for index in group]
-            samples = Samples([rows[index] for index in group], group, firsts)
+            samples = Samples(step, group, firsts)
             at = to_device(samples.at, self._device)
             chosen = self._model.logits(hidden[at]) if logits is None else logits[at]
             drawn.append(self._sampler.draw(samples, chosen, lambda: handle.result().token_ids))
@@ -421,10 +421,10 @@ def largest_steps(max_num_seqs: int, max_tokens: int, max_model_len: int, block_
     left = max_tokens
     while left > 0 and len(rows) < max_num_seqs:
         length = min(left, max_model_len)
-        rows.append(Row(len(rows), 0, length, (0,) * length, table, True, params))
+        rows.append(Row(len(rows), length, (0,) * length, table, True, params))
         left -= length
-    decodes = tuple(Row(slot, 0, 1, (0,), table, True, params) for slot in range(max_num_seqs))
-    return Step(0, tuple(rows)), Step(1, decodes)
+    decodes = tuple(Row(slot, 1, (0,), table, True, params) for slot in range(max_num_seqs))
+    return Step(0, tuple(rows), (0,) * len(rows)), Step(1, decodes, (0,) * len(decodes))
 
 
 def cache_bytes_left(total: int, in_use: int, step_peak: int, share: float) -> int:
@@ -434,14 +434,21 @@ def cache_bytes_left(total: int, in_use: int, step_peak: int, share: float) -> i
 
 
 def measured_cache_bytes(
-    model: CudaModel, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, share: float
+    model: CudaModel,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    share: float,
+    cache_dtype: torch.dtype | None = None,
 ) -> int:
     """What is left for the KV cache beside the model and the largest step, which is run to see. Below 0: too little."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     before = torch.cuda.memory_allocated(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
-    runner = CudaRunner(model, 2, block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
+    sizes = (block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
+    runner = CudaRunner(model, 2, *sizes, cache_dtype=cache_dtype)  # the kernels that will serve
     for step in largest_steps(max_num_seqs, max_num_batched_tokens, max_model_len, block_size):
         runner.submit(step).result()
     runner.close()

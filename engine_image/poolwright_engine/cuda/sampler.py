@@ -17,7 +17,7 @@ from torch import Tensor
 from poolwright_engine.cuda.batch import DeviceBatch, to_device
 from poolwright_engine.sampling.guide import GuideError, Guides
 from poolwright_engine.sampling.slot_memory import SlotMemory, UnusableParams
-from poolwright_engine.scheduling.runner import Row, Seat
+from poolwright_engine.scheduling.runner import Row, Seat, Step
 from poolwright_engine.scheduling.sequence import SamplingParams, TokenLogprobs
 from poolwright_kernels.penalties import bias_logits, mask_logits, penalize, remember_tokens
 from poolwright_kernels.sampling import sample_tokens
@@ -48,9 +48,10 @@ class _Occupant:
 class Samples:
     """The samples of some rows, those after the same number of guesses together: first all rows' first ones."""
 
-    def __init__(self, rows: Sequence[Row], indices: Sequence[int], firsts: Sequence[int]) -> None:
+    def __init__(self, step: Step, indices: Sequence[int], firsts: Sequence[int]) -> None:
         """indices: of the rows in the step; firsts: of each row's first sampled position among the step's tokens."""
-        self.rows = rows
+        rows = self.rows = [step.rows[index] for index in indices]
+        starts = [step.starts[index] for index in indices]
         self.indices = indices
         offsets = range(max((row.num_draft for row in rows), default=0) + 1)
         self.members = [[i for i, row in enumerate(rows) if row.num_draft >= offset] for offset in offsets]
@@ -59,7 +60,7 @@ class Samples:
         self.slots = np.array([rows[i].slot for members in self.members for i in members], dtype=np.int64)
         self.positions = np.array(
             [
-                rows[i].start + rows[i].length - rows[i].num_draft + offset
+                starts[i] + rows[i].length - rows[i].num_draft + offset
                 for offset in offsets
                 for i in self.members[offset]
             ],
@@ -150,11 +151,7 @@ class DeviceSampler:
         """`draw_plainly` is all it takes."""
         params = row.params
         return not (
-            row.num_draft
-            or params.needs_history
-            or params.logit_bias
-            or params.logprobs is not None
-            or params.prompt_logprobs is not None
+            row.num_draft or params.shapes_logits or params.logprobs is not None or params.prompt_logprobs is not None
         )
 
     def draw_plainly(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -235,7 +232,7 @@ class DeviceSampler:
     def _occupant(self, row: Row) -> _Occupant | str | None:
         """The text says why the row cannot be sampled."""
         params, slot = row.params, row.slot
-        if not params.needs_history and not params.logit_bias:
+        if not params.shapes_logits:
             self._occupants[slot] = None
             return None
         occupant = self._occupants[slot]
@@ -271,27 +268,31 @@ class DeviceSampler:
         occupants: Sequence[_Occupant | None],
         errors: dict[int, tuple[int, str]],
     ) -> None:
-        """What guides allow, and no ending before its time unless they allow nothing else."""
+        """What guides and lists of allowed tokens leave, and no ending before its time unless nothing else is left."""
         masks: dict[int, NDArray[np.int32]] = {}
         for member, occupant in enumerate(occupants):
-            guide = None if occupant is None else occupant.memory.guide
-            if occupant is None or guide is None:
+            if occupant is None or not occupant.memory.is_masked:
                 continue
             row, memory = samples.rows[member], occupant.memory
+            state = memory.guide
+            if state is None:
+                for place in samples.places(member):
+                    num_output = int(samples.positions[place]) - occupant.num_prompt
+                    masks[place] = self._bits(memory.allowed(None, num_output))
+                continue
             guesses = row.token_ids[row.length - row.num_draft :] if row.num_draft else ()
             offset = 0
             try:
                 occupant.catch_up()
-                state = guide
                 for offset, place in enumerate(samples.places(member)):
                     if offset > 0:
                         allowed = state.allowed()
                         if not allowed[guesses[offset - 1]]:
                             break  # nor will it be sampled
-                        state = state.copy() if state is guide else state
+                        state = state.copy() if state is memory.guide else state
                         state.advance((guesses[offset - 1],))
-                    masks[place] = self._bits(state.allowed(), memory, memory.num_output + offset)
-            except GuideError as error:
+                    masks[place] = self._bits(memory.allowed(state, memory.num_output + offset))
+            except (GuideError, UnusableParams) as error:
                 errors[member] = (offset, str(error))
         if masks:
             places = to_device(np.array(list(masks), dtype=np.int64), self._device)
@@ -299,18 +300,14 @@ class DeviceSampler:
             mask_logits(chosen, to_device(np.stack(list(masks.values())), self._device))
             logits.index_copy_(0, places, chosen)
 
-    def _bits(self, allowed: NDArray[np.bool_], memory: SlotMemory, num_output: int) -> NDArray[np.int32]:
-        if num_output < memory.params.min_tokens:
-            going_on = allowed.copy()
-            going_on[memory.ending_ids] = False
-            allowed = going_on if going_on.any() else allowed
+    def _bits(self, allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
         words = np.zeros(-(-self._vocab_size // 32), dtype=np.int32)
         packed = np.packbits(allowed, bitorder="little")
         words.view(np.uint8)[: len(packed)] = packed
         return words
 
     def _bias(self, samples: Samples, logits: Tensor, occupants: Sequence[_Occupant | None]) -> None:
-        """logit_bias, and of rows without a guide the endings that may not come yet."""
+        """logit_bias, and of rows without a mask the endings that may not come yet."""
         rows: list[NDArray[np.int64]] = []
         ids: list[NDArray[np.int64]] = []
         values: list[NDArray[np.float32]] = []
@@ -320,7 +317,7 @@ class DeviceSampler:
                 continue
             memory = occupant.memory
             biases = dict(zip(memory.bias_ids.tolist(), memory.biases.tolist(), strict=True))
-            if memory.guide is None and position - occupant.num_prompt < memory.params.min_tokens:
+            if not memory.is_masked and position - occupant.num_prompt < memory.params.min_tokens:
                 biases |= dict.fromkeys(memory.ending_ids.tolist(), -np.inf)
             if biases:
                 rows.append(np.full(len(biases), place))

@@ -788,7 +788,7 @@ def _manifest(job: _PeerPrompt, entries: list[tuple[int, ...]]) -> wire.Manifest
 def _first_token_params(sampling: dict[str, Any]) -> SamplingParams:
     """What samples the first token; whether it is the last is the token machine's business. Raises HandoffError."""
     try:
-        logprobs, guide = sampling["logprobs"], sampling["guide"]
+        logprobs, guide, allowed = sampling["logprobs"], sampling["guide"], sampling.get("allowed_token_ids")
         return SamplingParams(
             max_tokens=1,
             temperature=float(sampling["temperature"]),
@@ -803,6 +803,7 @@ def _first_token_params(sampling: dict[str, Any]) -> SamplingParams:
             frequency_penalty=float(sampling["frequency_penalty"]),
             repetition_penalty=float(sampling["repetition_penalty"]),
             logit_bias=tuple((int(token), float(bias)) for token, bias in sampling["logit_bias"]),
+            allowed_token_ids=None if allowed is None else tuple(int(token) for token in allowed),
             guide=None if guide is None else Guide(GuideKind(guide["kind"]), str(guide["text"])),
             logprobs=None if logprobs is None else int(logprobs),
         )

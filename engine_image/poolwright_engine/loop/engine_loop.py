@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1
+_RESTART_SECONDS = 5  # the process ends; another in its place first loads a model
 _CHECK_SECONDS = 5.0  # at least so long between two looks at the books
 _FIT_SECONDS = 5.0  # at least so long between two fits of what steps take
 _ABORTED = TokenOutput(finish_reason=FinishReason.ABORT, error="the engine is shutting down")
@@ -405,7 +406,7 @@ class EngineLoop:
     def _admit(self, tenant: Tenant) -> None:
         request = tenant.sequence.request
         if self._dead is not None or self._stopping:
-            raise self._refusal("dead", 503, self._dead or "the engine is shutting down")
+            raise self._ended()
         if self._draining:
             raise self._refusal("draining", 503, "the engine is draining", _RETRY_SECONDS)
         never = self.scheduler.why_never(request)
@@ -416,6 +417,9 @@ class EngineLoop:
         if self._num_waiting >= self._config.max_waiting:
             message = f"{self._num_waiting} requests are waiting, which is the limit"
             raise self._refusal("queue_full", 429, message, _RETRY_SECONDS)
+
+    def _ended(self) -> Refused:
+        return self._refusal("dead", 503, self._dead or "the engine is shutting down", _RESTART_SECONDS)
 
     def _refusal(self, reason: str, status: int, message: str, retry_after_seconds: int | None = None) -> Refused:
         self.observer.refused(reason)
@@ -439,7 +443,7 @@ class EngineLoop:
         self._live.add(tenant)
         if not self.post(add):
             self._left(tenant)
-            raise self._refusal("dead", 503, self._dead or "the engine is shutting down")
+            raise self._ended()
 
     def _leave_client(self, client: _Client) -> None:
         self._left(client)
@@ -631,7 +635,7 @@ class EngineLoop:
         return MachineProfile(
             decode=decode,
             mixed=mixed,
-            max_tokens_per_step=self._config.max_num_batched_tokens,
+            max_tokens_per_step=self._config.step_tokens,
             max_sequences=self._config.max_num_seqs,
             tile_tokens=self._config.tile_tokens,
             kv_capacity_tokens=blocks.total * blocks.block_size,
@@ -735,8 +739,8 @@ class EngineLoop:
 
 
 def _described(step: Step) -> str:
-    contexts = [row.start + row.length for row in step.rows]
-    return f"step {step.number}: tokens={step.num_tokens} rows={len(step.rows)} longest_context={max(contexts)}"
+    rows, longest = len(step.rows), max(step.contexts)
+    return f"step {step.number}: tokens={step.num_tokens} rows={rows} longest_context={longest}"
 
 
 def _deliver(outbox: list[tuple[Tenant, TokenOutput]]) -> None:

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _Shape = tuple[int, int, torch.dtype]  # (out, in) of a weight, and what it is m
 
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 128, 512)
 """Products of up to so many input rows share a form, measured at the bound; the last form serves all beyond."""
+_MEASURED_FIRST = (1, 128, 512, 8, 4, 16, 2, 32)  # on a slow machine time may end before the last ones
 _BUCKET_OF_BITS = (0, 1, 2, 3, 4, 5, 6, 6)  # by the bit length of rows - 1
 _PACKED_ROWS = 8  # that oneDNN is told to expect
 _FULL_ROWS = 16  # what the widest vectors and tiles hold
@@ -31,13 +33,15 @@ _BLOCK_FEATURES = 32  # rows of a weight
 _BLOCK_ROWS = range(2, 16)  # of x: one row is a product of a vector, and from 16 rows on other forms are as good
 _LAST_BUCKET = len(ROW_BOUNDS) - 1
 
+_PACKING_BUCKETS = 3  # few rows say nothing of many
 _PACKING_GAIN = 0.97  # a packed layout must be at least this much faster on the whole: it takes time to make
 _MOST_PARTS = 4  # of a model, measured in turn
 _PART_WEIGHTS = 2**26  # of a part, at most about so many, as long as it has a product of each shape
 _MOST_ROUNDS = 8
-_SURE_ROUNDS = 3  # of a bucket that is not too large, whatever time is left
+_SURE_ROUNDS = 3  # of a bucket, whatever time is left
+_MANY_ROWS = 64  # from here on a product computes longer than it reads: three of each shape say what all do
+_MANY_ROWS_PRODUCTS = 3
 _SAMPLE_MULTIPLICATIONS = 2**30  # a bucket whose one product takes more is not measured
-_SURE_MULTIPLICATIONS = 2**31
 _TINY = 1e-12  # a scale of what is all zero
 _FINE_STEPS = 254  # of one level: what rounding leaves out is at most half a level
 _INT4_GROUP = 32
@@ -356,20 +360,21 @@ def _measure(products: Sequence[Linear], limit_seconds: float) -> Mapping[_Shape
     seen: dict[_Shape, list[dict[Form, list[float]]]] = {shape: [{} for _ in ROW_BOUNDS] for shape in groups}
     began = time.perf_counter()
     turns = itertools.cycle(parts)
-    for bucket, rows in enumerate(ROW_BOUNDS):
-        deadline = began + limit_seconds * (bucket + 1) / len(ROW_BOUNDS)
-        sure = _SURE_ROUNDS if rows * sum(p.size for p in parts[0]) <= _SURE_MULTIPLICATIONS else 0
+    few = _few_of_each(parts[0])
+    for place, rows in enumerate(_MEASURED_FIRST, start=1):
+        deadline = began + limit_seconds * place / len(ROW_BOUNDS)
+        bucket = ROW_BOUNDS.index(rows)
         forms = [Form.ROWS, Form.COLUMNS]
         forms += [Form.FILLED] if rows % _FULL_ROWS else []
         forms += [Form.BLOCKS] if rows in _BLOCK_ROWS else []
         forms += [Form.PACKED] if packed else []
         for count in range(_MOST_ROUNDS):
             late = time.perf_counter() - began > 2 * limit_seconds
-            if late or (count >= sure and time.perf_counter() > deadline):
+            if late or (count >= _SURE_ROUNDS and time.perf_counter() > deadline):
                 break
             for form in forms:
-                part = parts[0] if form is Form.PACKED else next(turns)
-                for shape, micros in _microseconds(part, rows, form, packed):
+                part = next(turns) if form is not Form.PACKED else parts[0]
+                for shape, micros in _microseconds(few if rows >= _MANY_ROWS else part, rows, form, packed):
                     if count:  # the first round makes what the others reuse
                         seen[shape][bucket].setdefault(form, []).append(micros)
     return {
@@ -392,6 +397,16 @@ def _parts(products: Sequence[Linear], groups: Mapping[_Shape, Sequence[Linear]]
     return [sorted(part, key=order.__getitem__) for part in parts]
 
 
+def _few_of_each(part: Sequence[Linear]) -> list[Linear]:
+    counts: Counter[_Shape] = Counter()
+    few = []
+    for product in part:
+        counts[product.shape] += 1
+        if counts[product.shape] <= _MANY_ROWS_PRODUCTS:
+            few.append(product)
+    return few
+
+
 def _microseconds(
     part: Sequence[Linear], rows: int, form: Form, packed: Mapping[Linear, Tensor]
 ) -> Iterator[tuple[_Shape, float]]:
@@ -410,10 +425,11 @@ def _microseconds(
 
 
 def fastest(times: Sequence[dict[Form, float]]) -> tuple[Form, ...]:
-    """Packed for all buckets if that is faster on the geometric mean; else the best of the others for each."""
+    """Packed for all buckets if that is faster on the geometric mean of enough of them; else the best of the others for
+    each, and rows where nothing was measured."""
     measured = [of_bucket for of_bucket in times if of_bucket]
     stored = [min((form for form in _STORED if form in of_bucket), key=of_bucket.__getitem__) for of_bucket in measured]
-    if measured and all(Form.PACKED in of_bucket for of_bucket in measured):
+    if len(measured) >= _PACKING_BUCKETS and all(Form.PACKED in of_bucket for of_bucket in measured):
         gains = [of_bucket[Form.PACKED] / of_bucket[form] for of_bucket, form in zip(measured, stored, strict=True)]
         if math.prod(gains) ** (1 / len(gains)) < _PACKING_GAIN:
             return (Form.PACKED,) * len(times)

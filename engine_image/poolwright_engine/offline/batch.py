@@ -171,7 +171,14 @@ async def _answer_all(
         parts = running.parts
         aliases = config.served_model_names[1:]
         service = Service(config.served_model_name, config.model, config.pod_uid, running.metrics, aliases=aliases)
-        service.served = Served(running.engine, parts.tokenizer, parts.vocab_size, parts.max_chars_per_token)
+        service.served = Served(
+            running.engine,
+            parts.tokenizer,
+            parts.vocab_size,
+            parts.max_chars_per_token,
+            parts.guides,
+            parts.sampling_defaults,
+        )
         counted, began = Throughput(), time.monotonic()
         transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None) as client:  # noqa: S113

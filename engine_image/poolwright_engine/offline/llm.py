@@ -67,6 +67,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: Mapping[str, Any] | None = None
 
@@ -160,7 +161,7 @@ class LLM:
         """One answer for each prompt, a text or token ids, in their order; `sampling_params` for all, or one for each.
         Raises ValueError for what cannot be asked, before anything is generated; RuntimeError if the engine fails."""
         each = _as_list(prompts)
-        params = _for_each(sampling_params, len(each))
+        params = self._params_of_each(sampling_params, len(each))
 
         async def ask() -> list[_Asked]:
             asked = []
@@ -182,7 +183,7 @@ class LLM:
         """Of one conversation or several. `template`: further fields of /v1/chat/completions about the prompt, such as
         `tools`, `add_generation_prompt` or `chat_template_kwargs`. Raises as `generate`."""
         each: Any = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        params = _for_each(sampling_params, len(each))
+        params = self._params_of_each(sampling_params, len(each))
 
         async def ask() -> list[_Asked]:
             asked = []
@@ -196,6 +197,14 @@ class LLM:
 
         return self._answer(ask, progress)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take where they are given none: the model's own, see `generation_config`. What is
+        not said there is as in `SamplingParams()`, the length too."""
+        said = asdict(self._running.parts.sampling_defaults)
+        longest = said.pop("max_tokens")
+        del said["most_tokens"]  # of a server
+        return SamplingParams(**said) if longest is None else SamplingParams(**said, max_tokens=longest)
+
     def get_tokenizer(self) -> Tokenizer:
         return self._running.parts.tokenizer
 
@@ -208,6 +217,15 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _params_of_each(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * count
+        if len(given) != count:
+            raise ValueError(f"{count} prompts came with {len(given)} sampling params")
+        return list(given)
 
     def _answer(self, ask: Callable[[], Coroutine[Any, Any, list[_Asked]]], progress: bool) -> list[RequestOutput]:
         try:
@@ -257,14 +275,6 @@ def _as_list(prompts: Any) -> list[str | list[int]]:
     if each and all(isinstance(item, int) for item in each):
         return [each]
     return [item if isinstance(item, str) else list(item) for item in each]
-
-
-def _for_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise ValueError(f"{count} prompts came with {len(given)} sampling params")
-    return list(given)
 
 
 def _request(prompt: str | list[int], params: SamplingParams) -> CompletionRequest:

@@ -18,10 +18,10 @@ from typing import Any
 
 from poolwright_engine.process import assembly
 from poolwright_engine.process.config import EngineConfig
-from poolwright_engine.process.first_steps import Shape, possible, rows_of
+from poolwright_engine.process.first_steps import Shape, possible, step_of
 from poolwright_engine.process.last_words import told_when_cut_off
 from poolwright_engine.process.progress import Teller, say
-from poolwright_engine.scheduling.runner import ModelRunner, Step
+from poolwright_engine.scheduling.runner import ModelRunner
 from poolwright_protocol.least_squares import cost_weights
 from poolwright_protocol.step_time import PROFILE_FORMAT, StepCost, StepProfile
 
@@ -59,7 +59,7 @@ def measure(
     for _ in range(rounds + 1):  # the first round warms up, and is as good as others where it is the least
         random.Random(next(number)).shuffle(order)
         for shape in order:
-            step = Step(next(number), tuple(rows_of(shape, runner.block_size)))
+            step = step_of(next(number), shape, runner.block_size)
             best[shape] = min(best[shape], runner.submit(step).result().busy_seconds)
             done += 1
             tell(f"Measured {done} of {(rounds + 1) * len(order)} steps")
@@ -89,6 +89,7 @@ def document(config: EngineConfig, parts: assembly.Parts, points: Sequence[Point
         "fingerprint": parts.fingerprint,
         "dtype": parts.dtype,
         "quantization": config.quantization,
+        "kv_dtype": config.kv_dtype(parts.dtype),
         "block_size": config.block_size,
         "device": {
             "kind": "cpu",

@@ -17,8 +17,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from poolwright_engine.api.api_error import brief
 from poolwright_engine.api.metrics import EngineMetrics
-from poolwright_engine.api.sampling_options import draw_seeds_from
+from poolwright_engine.api.sampling_options import NEUTRAL, SamplingDefaults, draw_seeds_from
 from poolwright_engine.checkpoint.architectures import family_of_folder
 from poolwright_engine.checkpoint.loader import LoadedModel, LoadError, MakeLinear, load_model, stored_dtype
 from poolwright_engine.cpu.runner import CpuRunner
@@ -43,12 +44,14 @@ from poolwright_engine.process.config import (
     dtype_on,
     plan,
 )
-from poolwright_engine.process.first_steps import Shape, measure_first
+from poolwright_engine.process.first_steps import Shape, measure_first, measure_swap
+from poolwright_engine.process.generation_config import OPTION, Found, sampling_defaults, unused
 from poolwright_engine.process.passing import in_passing
 from poolwright_engine.process.progress import download_bar
 from poolwright_engine.process.step_profile import read_step_profile
 from poolwright_engine.sampling.guide import Guides
 from poolwright_engine.scheduling.runner import ModelRunner, Row, Step
+from poolwright_engine.scheduling.scheduler_config import GUESSED_SWAP_BYTES_PER_SECOND
 from poolwright_engine.scheduling.sequence import SamplingParams
 from poolwright_engine.scheduling.step_times import StepTimes
 from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
@@ -80,6 +83,8 @@ class Parts:
     step_profile: StepProfile | None
     prompt_token_seconds: float | None = None  # measured where the plan paces steps
     first_steps: tuple[tuple[Shape, float], ...] = ()  # seconds of each; none where a profile was given
+    swap_bytes_per_second: float | None = None  # measured; None: nothing to swap to
+    sampling_defaults: SamplingDefaults = NEUTRAL
 
     @property
     def max_model_len(self) -> int:
@@ -94,9 +99,11 @@ def load(config: EngineConfig, fetching: source.Progress | None = None) -> Parts
 def _load(config: EngineConfig, fetching: source.Progress | None) -> Parts:
     device = device_of(config)
     dtype_on(config, device, stored="float32")  # what cannot be is refused before anything is fetched
+    sampling_defaults(config, None)
     step_profile = _step_profile(config)
     cache = Path(config.download_dir) if config.download_dir else None
     path = source.locate(config.model, config.revision, cache, _can_serve, fetching)
+    sampling = sampling_defaults(config, path)
     try:
         dtype = dtype_on(config, device, stored_dtype(path))
         loaded = load_model(path, dtype, _logged_reading(), _make_linear(config))
@@ -109,6 +116,7 @@ def _load(config: EngineConfig, fetching: source.Progress | None) -> Parts:
     runner, planned = make(config, device, loaded, tokenizer, guides)
     for warning in planned.warnings:
         log.warning(warning)
+    _log_sampling(config, sampling)
     _first_token(runner)
     token_seconds = None if planned.max_step_seconds is None else _prompt_token_seconds(runner, planned)
     first_steps: tuple[tuple[Shape, float], ...] = ()
@@ -119,7 +127,7 @@ def _load(config: EngineConfig, fetching: source.Progress | None) -> Parts:
         tokenizer,
         loaded.config.vocab_size,
         max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size)),
-        _fingerprint(loaded, config.block_size, config.quantization),
+        _fingerprint(loaded, config.block_size, config.quantization, config.kv_dtype(dtype)),
         guides,
         planned,
         loaded.config,
@@ -127,6 +135,8 @@ def _load(config: EngineConfig, fetching: source.Progress | None) -> Parts:
         step_profile,
         token_seconds,
         first_steps,
+        measure_swap(runner),
+        sampling.defaults.within(planned.max_model_len),
     )
 
 
@@ -146,8 +156,10 @@ def device_of(config: EngineConfig) -> Device:
     ):
         if given != default:
             raise ConfigError(f"{option}: {given} is not supported on a GPU; use --device cpu")
+    if config.block_size & (config.block_size - 1):
+        raise ConfigError(f"--block-size: on a GPU a power of 2 is needed, not {config.block_size}")
     properties = torch.cuda.get_device_properties(0)
-    return Device("cuda", properties.name, properties.total_memory)
+    return Device("cuda", properties.name, properties.total_memory, 10 * properties.major + properties.minor)
 
 
 def _on_gpu(
@@ -159,12 +171,14 @@ def _on_gpu(
     measure: Callable[..., int] = measured_cache_bytes,
 ) -> tuple[ModelRunner, Plan]:
     """The cache takes what a step of the largest size leaves of the share. Raises ConfigError."""
-    kv_shape = loaded.config.kv_shape(loaded.model.dtype)
+    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else loaded.model.dtype
+    kv_shape = loaded.config.kv_shape(cache_dtype)
     longest = config.max_model_len or loaded.config.context_length
     planned = plan(config, device, longest)
     model = CudaModel(loaded.config, loaded.model.weights, longest, torch.device(device.kind))
     share = config.gpu_memory_utilization or _GPU_SHARE
-    left = measure(model, config.block_size, planned.max_num_seqs, planned.max_num_batched_tokens, longest, share)
+    sizes = (config.block_size, planned.max_num_seqs, planned.max_num_batched_tokens, longest)
+    left = measure(model, *sizes, share, cache_dtype)
     what = f"--gpu-memory-utilization: {share:g} of {device.name or device.kind} leaves {max(0, left) >> 20} MiB, which"
     if config.kv_cache_mebibytes is not None:
         asked = config.kv_cache_mebibytes << 20
@@ -187,6 +201,7 @@ def _on_gpu(
         eos_token_ids=tokenizer.eos_ids,
         guides=guides,
         sizes=NO_GRAPHS if config.enforce_eager else graph_sizes(planned.max_num_seqs, planned.max_num_batched_tokens),
+        cache_dtype=cache_dtype,
     )
     return runner, planned
 
@@ -250,6 +265,7 @@ def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = 
         config=LoopConfig(
             max_model_len=parts.max_model_len,
             max_num_batched_tokens=parts.plan.max_num_batched_tokens,
+            max_num_scheduled_tokens=config.max_num_scheduled_tokens,
             max_num_seqs=parts.plan.max_num_seqs,
             max_waiting=config.max_num_queued,
             chunked_prefill=parts.plan.chunked_prefill,
@@ -260,10 +276,11 @@ def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = 
             model_identity=parts.fingerprint,
             watermark=config.watermark,
             preemption=config.preemption_mode,
+            swap_bytes_per_second=parts.swap_bytes_per_second or GUESSED_SWAP_BYTES_PER_SECOND,
             token_budget=config.token_budget,
             tbt_target_seconds=None if target is None else target / 1000,
             tbt_deadlines=config.tbt_deadlines,
-            quick_first_tokens=config.quick_first_tokens,
+            quick_first_tokens=_quick_first_tokens(config),
             tile_tokens=TILE_TOKENS,
             step_profile=parts.step_profile,
             max_step_seconds=parts.plan.max_step_seconds,
@@ -277,6 +294,13 @@ def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = 
         observer=observer,
         step_times=_step_times(parts),
     )
+
+
+def _quick_first_tokens(config: EngineConfig) -> bool:
+    """In a pool, whose targets are percentiles near what its machines can do, full steps keep more of them."""
+    if config.quick_first_tokens is not None:
+        return config.quick_first_tokens and config.usage is Usage.SERVER
+    return config.usage is Usage.SERVER and config.role is None
 
 
 def _step_times(parts: Parts) -> StepTimes:
@@ -358,6 +382,19 @@ def _tokenizer(config: EngineConfig, own: Tokenizer) -> Tokenizer:
         raise ConfigError(f"--chat-template: {error}") from error
 
 
+def _log_sampling(config: EngineConfig, found: Found) -> None:
+    """A warning where the model's files decide, as in vLLM: few expect it."""
+    for name in unused(config):
+        log.warning("--override-generation-config: %s has no effect; it is no default of sampling", brief(name))
+    if found.defaults != NEUTRAL:
+        log.log(
+            logging.INFO if found.sources == (OPTION,) else logging.WARNING,
+            "Took defaults of sampling %s from=%s; --generation-config vllm leaves out those of files",
+            found.defaults,
+            ",".join(found.sources),
+        )
+
+
 def _logged_reading() -> source.Progress:
     last = time.monotonic()
 
@@ -393,14 +430,13 @@ def _first_token(runner: ModelRunner, length: int = 1) -> float:
     What it leaves in the blocks from 1 on is overwritten by use."""
     row = Row(
         slot=0,
-        start=0,
         length=length,
         token_ids=(0,) * length,
         block_ids=tuple(range(1, 1 + blocks_for(length, runner.block_size))),
         samples=True,
         params=SamplingParams(max_tokens=1, temperature=0.0),
     )
-    return runner.submit(Step(number=0, rows=(row,))).result().busy_seconds
+    return runner.submit(Step(number=0, rows=(row,), starts=(0,))).result().busy_seconds
 
 
 def _prompt_token_seconds(runner: ModelRunner, planned: Plan) -> float:
@@ -408,8 +444,7 @@ def _prompt_token_seconds(runner: ModelRunner, planned: Plan) -> float:
     return _first_token(runner, length) / length
 
 
-def _fingerprint(loaded: LoadedModel, block_size: int, quantization: str) -> str:
-    """Of the weights' shape, their precision and the files' sizes: reading gigabytes again would double the start."""
-    files = [loaded.path] if loaded.path.is_file() else sorted(loaded.path.glob("*.safetensors"))
-    sizes = [file.stat().st_size for file in files]
-    return hashlib.sha256(repr((loaded.config, loaded.dtype, quantization, sizes, block_size)).encode()).hexdigest()
+def _fingerprint(loaded: LoadedModel, block_size: int, quantization: str, kv_dtype: str) -> str:
+    """Of the weights and their shape, their precision and that of KV: whatever a token's KV comes from."""
+    facts = (loaded.config, loaded.weights_digest, loaded.dtype, quantization, block_size, kv_dtype)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

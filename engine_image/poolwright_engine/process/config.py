@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from poolwright_engine.scheduling.scheduler_config import (
     Batching,
@@ -23,6 +24,10 @@ from poolwright_protocol.roles import Role
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUANTIZATIONS = ("none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "fp8")
+FP8_CAPABILITY = 89
+GENERATION_CONFIG_OF_MODEL = "auto"
+NO_GENERATION_CONFIG = "vllm"  # as vLLM spells it
 CPU_LINEAR_FORMS = ("auto", "rows", "columns", "packed")  # see model/linear.py
 # A kubelet grants 30 s by default; what is cut off must still be told so within them.
 DEFAULT_SHUTDOWN_SECONDS = 20.0
@@ -55,6 +60,7 @@ class Device:
     kind: str  # "cpu" or "cuda"
     name: str = ""
     memory_bytes: int = 0
+    capability: int = 0  # of a GPU, 10 · major + minor
 
     @property
     def row(self) -> str:
@@ -92,6 +98,8 @@ class EngineConfig:
     revision: str | None = None
     download_dir: str | None = None
     chat_template: str | None = None
+    generation_config: str = GENERATION_CONFIG_OF_MODEL
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "none"
@@ -111,9 +119,10 @@ class EngineConfig:
 
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_scheduled_tokens: int | None = None
     token_budget: TokenBudget = TokenBudget.FIXED
     tbt_target_milliseconds: float | None = None
-    quick_first_tokens: bool = False
+    quick_first_tokens: bool | None = None
     tbt_deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
     step_profile: str | None = None
     max_num_seqs: int | None = None
@@ -127,6 +136,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
 
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_mebibytes: int | None = None
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
@@ -153,6 +163,7 @@ class EngineConfig:
         self._check_names_and_ports()
         for option, count in (
             ("--max-num-batched-tokens", self.max_num_batched_tokens),
+            ("--max-num-scheduled-tokens", self.max_num_scheduled_tokens),
             ("--max-num-seqs", self.max_num_seqs),
             ("--max-num-queued-reqs", self.max_num_queued),
             ("--static-batch-size", self.static_batch_size),
@@ -185,6 +196,7 @@ class EngineConfig:
             ("--device", self.device, DEVICES),
             ("--dtype", self.dtype, DTYPES),
             ("--quantization", self.quantization, QUANTIZATIONS),
+            ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--cpu-linear-form", self.cpu_linear_form, CPU_LINEAR_FORMS),
         ):
             if value not in known:
@@ -224,6 +236,7 @@ class EngineConfig:
                 f"--max-num-batched-tokens ({budget}) must be at least --max-num-seqs ({seats}): a step holds one "
                 "token of every running request"
             )
+        self._check_scheduled(seats)
         if self.tbt_target_milliseconds is not None and self.tbt_target_milliseconds <= 0:
             raise ConfigError(f"--tbt-target-ms: expected a positive time, not {self.tbt_target_milliseconds:g}")
         if self.token_budget is TokenBudget.AUTO:
@@ -236,17 +249,32 @@ class EngineConfig:
         if self.max_model_len is not None and self.enable_chunked_prefill is False:
             self._check_whole("--no-enable-chunked-prefill", self.max_model_len)
 
-    def _check_whole(self, why: str, max_model_len: int) -> None:
-        budget = self.max_num_batched_tokens
-        if budget is not None and budget < max_model_len:
+    def _check_scheduled(self, seats: int | None) -> None:
+        scheduled = self.max_num_scheduled_tokens
+        if scheduled is not None and seats is not None and scheduled < seats:
             raise ConfigError(
-                f"{why} needs --max-num-batched-tokens ({budget}) to be at least --max-model-len ({max_model_len}), "
-                "or a long prompt could never be scheduled"
+                f"--max-num-scheduled-tokens ({scheduled}) must be at least --max-num-seqs ({seats}): a step holds one "
+                "token of every running request"
             )
+
+    def _check_whole(self, why: str, max_model_len: int) -> None:
+        for option, budget in (
+            ("--max-num-batched-tokens", self.max_num_batched_tokens),
+            ("--max-num-scheduled-tokens", self.max_num_scheduled_tokens),
+        ):
+            if budget is not None and budget < max_model_len:
+                raise ConfigError(
+                    f"{why} needs {option} ({budget}) to be at least --max-model-len ({max_model_len}), or a long "
+                    "prompt could never be scheduled"
+                )
 
     @property
     def served_model_name(self) -> str:
         return self.served_model_names[0]
+
+    def kv_dtype(self, dtype: str) -> str:
+        """How KV is kept beside a model of this precision."""
+        return dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property
     def advertised_host(self) -> str:
@@ -284,9 +312,17 @@ def plan(config: EngineConfig, device: Device, max_model_len: int, can_chunk: bo
             default_budget if chunked else max(default_budget, max_model_len),
             (config.max_num_seqs or default_seats) * max_model_len,
         )
-    seats = config.max_num_seqs if config.max_num_seqs is not None else min(default_seats, budget)
+    scheduled = config.max_num_scheduled_tokens
+    seats = config.max_num_seqs
+    if seats is None:
+        seats = min(default_seats, budget, budget if scheduled is None else scheduled)
     if budget < seats:
         budget = seats  # only where --max-num-seqs was given and the other was not
+    if scheduled is not None and scheduled > budget:
+        warnings.append(
+            f"--max-num-scheduled-tokens {scheduled} has no effect: steps have memory for {budget}, which "
+            "--max-num-batched-tokens says"
+        )
     if config.max_num_batched_tokens is not None:
         if budget > seats * max_model_len:
             warnings.append(
@@ -333,13 +369,22 @@ def _chunked(config: EngineConfig, max_model_len: int, can_chunk: bool, warnings
         return True
     # Nobody watches a stream offline: whole prompts make the largest products. A budget that cannot hold one says that
     # chunks are meant.
-    return max_model_len > (config.max_num_batched_tokens or LARGEST_STEP_TOKENS)
+    budgets = config.max_num_batched_tokens or LARGEST_STEP_TOKENS, config.max_num_scheduled_tokens
+    return max_model_len > min(budget for budget in budgets if budget is not None)
 
 
 def dtype_on(config: EngineConfig, device: Device, stored: str) -> str:
     """The precision to compute in; `stored`: that of the model's files. On a GPU `auto` is that, but bfloat16 for
     float32, as vLLM has it. On a CPU it is float32, which every CPU is quick at: KV goes only between machines of one
-    precision, and a pool may be of several kinds of CPU. Raises ConfigError."""
+    precision, and a pool may be of several kinds of CPU. Raises ConfigError, also for a precision of KV."""
+    if config.kv_cache_dtype == "fp8":
+        if device.kind == "cpu":
+            raise ConfigError("--kv-cache-dtype: fp8 needs a GPU; on a CPU KV has the precision of the model")
+        if device.capability < FP8_CAPABILITY:
+            raise ConfigError(
+                f"--kv-cache-dtype: fp8 needs a GPU of compute capability {FP8_CAPABILITY / 10} or later; "
+                f"{device.name} has {device.capability / 10}"
+            )
     if device.kind == "cpu" and config.dtype == "float16":
         raise ConfigError("--dtype: float16 is not supported on a CPU; use float32 or bfloat16")
     if config.dtype != "auto":

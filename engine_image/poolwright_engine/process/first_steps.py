@@ -1,10 +1,12 @@
-"""Steps of made-up rows: their shapes, and what a few of them take on this machine before it serves.
+"""Steps of made-up rows: their shapes, and what a few of them take on this machine before it serves; and what it takes
+to swap.
 
 Owns how such a step is made for a runner, as the loop would submit it, with ids that mean nothing. How many of them
 `offline.profile` measures, and what is done with what they took, is not known here.
 """
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 # What it may add to a start. On a slow machine the first few shapes take it all, so each kind of step has two there.
 _SECONDS = 2.0
 _PASSES = 2
+_SWAP_BYTES = 2**24  # one way: enough to be more than the start of a copy, and a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,17 @@ def possible(
             yield shape
 
 
-def rows_of(shape: Shape, block_size: int) -> Iterator[Row]:
+def step_of(number: int, shape: Shape, block_size: int) -> Step:
+    rows = tuple(_rows(shape, block_size))
+    return Step(number, rows, (shape.context,) * len(rows))
+
+
+def _rows(shape: Shape, block_size: int) -> Iterator[Row]:
     first = itertools.count(1)
 
     def row(slot: int, length: int) -> Row:
         blocks = [next(first) for _ in range(blocks_for(shape.context + length, block_size))]
-        return Row(slot, shape.context, length, (0,) * length, blocks, True, _GREEDY)
+        return Row(slot, length, (0,) * length, blocks, True, _GREEDY)
 
     if shape.prefill_tokens:
         yield row(0, shape.prefill_tokens)
@@ -104,8 +112,24 @@ def measure_first(
     for shape in shapes * _PASSES:
         if spent >= _SECONDS:
             break
-        step = Step(next(numbers), tuple(rows_of(shape, runner.block_size)))
-        seconds = runner.submit(step).result().busy_seconds
+        seconds = runner.submit(step_of(next(numbers), shape, runner.block_size)).result().busy_seconds
         spent += seconds
         least[shape] = min(least.get(shape, seconds), seconds)
     return tuple(least.items())
+
+
+def measure_swap(runner: ModelRunner) -> float | None:
+    """Bytes a second between device and host memory, the mean of both ways; None where there is no such host memory. Of
+    two times the shorter: the first also has to find the host's pages. The blocks hold afterwards what they held."""
+    block_bytes = runner.kv_shape.bytes_per_block(runner.block_size)
+    count = min(runner.num_host_blocks, runner.num_blocks - 1, max(1, _SWAP_BYTES // block_bytes))
+    if count < 1:
+        return None
+    blocks, host_blocks = range(1, 1 + count), range(count)
+    seconds = []
+    for _ in range(_PASSES):
+        began = time.perf_counter()
+        runner.swap_out(blocks, host_blocks).result()
+        runner.swap_in(host_blocks, blocks).result()
+        seconds.append(time.perf_counter() - began)
+    return 2 * count * block_bytes / max(min(seconds), 1e-9)

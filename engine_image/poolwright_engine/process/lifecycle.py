@@ -158,11 +158,18 @@ async def _serve_model(config: EngineConfig, parts: "Parts", service: Service, s
             {
                 "block_size": str(config.block_size),
                 "num_gpu_blocks": str(parts.runner.num_blocks),
-                "cache_dtype": parts.dtype,
+                "cache_dtype": config.kv_dtype(parts.dtype),
                 "enable_prefix_caching": str(config.enable_prefix_caching),
             },
         )
-        service.served = Served(engine, parts.tokenizer, parts.vocab_size, parts.max_chars_per_token, parts.guides)
+        service.served = Served(
+            engine,
+            parts.tokenizer,
+            parts.vocab_size,
+            parts.max_chars_per_token,
+            parts.guides,
+            parts.sampling_defaults,
+        )
         service.ready = True
         log.info("Ready model=%s max_model_len=%d kv_port=%d", service.model_name, parts.max_model_len, exchange.port)
         log.info("Serving %s", " ".join(f"{name}={value}" for name, value in _facts(config, parts, port).items()))

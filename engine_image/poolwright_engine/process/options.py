@@ -6,6 +6,7 @@ here. What the values come to is `config`'s.
 
 import argparse
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -22,6 +23,8 @@ from poolwright_engine.process.config import (
     DEFAULT_STALL_SECONDS,
     DEVICES,
     DTYPES,
+    GENERATION_CONFIG_OF_MODEL,
+    KV_CACHE_DTYPES,
     LARGEST_STEP_TOKENS,
     QUANTIZATIONS,
     TILE_TOKENS,
@@ -141,6 +144,16 @@ def _one_of(kind: type[E]) -> Callable[[str], E]:
     return parse
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r}")
+    return value
+
+
 def _mebibytes(text: str) -> int:
     return count(text) // 2**20
 
@@ -233,6 +246,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--chat-template", metavar="PATH|TEXT", help="instead of the model's own: a file, or the template itself"
     )
     group.add_argument(
+        "--generation-config",
+        default=GENERATION_CONFIG_OF_MODEL,
+        metavar="auto|vllm|FOLDER",
+        help="where defaults of sampling come from, for requests that do not say: the model's generation_config.json, "
+        "nowhere, or that file of another folder, whose max_new_tokens then bounds every answer (default: %(default)s)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help='such defaults, over those of --generation-config, as {"temperature": 0.6}; with max_new_tokens no answer '
+        "is longer",
+    )
+    group.add_argument(
         "--seed", type=int, metavar="N", help="of requests that bring none (default: one is drawn for each)"
     )
     group.add_argument(
@@ -302,6 +330,13 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         f"{CPU_STEP_SECONDS:g} s, and {offline_tokens} offline; more on large GPUs)",
     )
     group.add_argument(
+        "--max-num-scheduled-tokens",
+        type=count,
+        metavar="N",
+        help="tokens that the scheduler puts into a step, where that is to be fewer than steps have memory for "
+        "(default: --max-num-batched-tokens)",
+    )
+    group.add_argument(
         "--tbt-target-ms",
         dest="tbt_target_milliseconds",
         type=float,
@@ -311,9 +346,8 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quick-first-tokens",
         action=argparse.BooleanOptionalAction,
-        default=False,
         help="prompts that come together share steps of the size that lets them wait least on average, rather than "
-        "steps as large as the budget; near its capacity a machine does less then (default: off)",
+        "steps as large as the budget, which offline work has in any case (default: on, and off in a pool)",
     )
     group.add_argument(
         "--tbt-deadlines",
@@ -393,7 +427,21 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
-    group.add_argument("--block-size", type=count, default=16, metavar="N", help="tokens per block (default: 16)")
+    group.add_argument(
+        "--block-size",
+        type=count,
+        default=16,
+        metavar="N",
+        help="tokens per block, on a GPU a power of 2 (default: 16)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="|".join(KV_CACHE_DTYPES),
+        help="precision of KV; auto: the model's; fp8: e4m3, which takes half the memory of 16 bits and costs some "
+        "accuracy, on a GPU of compute capability 8.9 or later. Machines exchange KV only where they agree (default: "
+        "%(default)s)",
+    )
     group.add_argument(
         "--kv-cache-mebibytes",
         type=int,
@@ -544,6 +592,8 @@ def from_keywords(model: str, keywords: Mapping[str, Any]) -> tuple[EngineConfig
                 words.append(flag if value else f"--no-{flag[2:]}")
             elif flag not in known:
                 parser.refuse_unknown([flag])
+        elif isinstance(value, Mapping):
+            words.append(f"{flag}={json.dumps(value)}")
         elif isinstance(value, list | tuple):
             words += [flag, *(str(each) for each in value)]
         else:

@@ -1,4 +1,4 @@
-"""What the sampler remembers of the sequence in a slot, beyond its last token: token counts, guide, biases.
+"""What the sampler remembers of the sequence in a slot, beyond its last token: token counts, guide, list, biases.
 
 Owns how that is built from the tokens so far and carried on token by token; both give the same, so a sequence that
 loses its slot and takes another, here or on another machine, goes on as if nothing had been. Knows no batch.
@@ -45,6 +45,12 @@ class SlotMemory:
             raise UnusableParams("logit_bias holds a value that is not finite")
         eos_ids = frozenset() if params.ignore_eos else eos_ids
         self.ending_ids = _ids("stop_token_ids", [*params.stop_token_ids, *eos_ids], vocab_size)
+        self._listed: NDArray[np.bool_] | None = None
+        if params.allowed_token_ids is not None:
+            self._listed = np.zeros(vocab_size, dtype=np.bool_)
+            self._listed[_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)] = True
+            if not self._listed.any():
+                raise UnusableParams("allowed_token_ids names no token")
         self.counts: TokenCounts | None = None
         if params.repetition_penalty != 1:
             self.counts = TokenCounts(seat.prompt_ids, seat.output_ids)
@@ -59,6 +65,28 @@ class SlotMemory:
     @property
     def may_end(self) -> bool:
         return self.num_output >= self.params.min_tokens
+
+    @property
+    def is_masked(self) -> bool:
+        """`allowed` says which tokens may come."""
+        return self._listed is not None or self.guide is not None
+
+    def allowed(self, guide: GuideState | None, num_output: int) -> NDArray[np.bool_]:
+        """(vocab_size,): after so many output tokens, where the guide is in this state, what the guide and the list of
+        allowed tokens have in common; no ending before `min_tokens`, unless that leaves nothing. Not to be changed.
+        Raises UnusableParams where they have nothing in common, and GuideError."""
+        allowed = self._listed
+        if guide is not None:
+            allowed = guide.allowed() if allowed is None else guide.allowed() & allowed
+            if not allowed.any():
+                raise UnusableParams("the guide leaves no token that is among the allowed ones")
+        if allowed is None:
+            raise ValueError("nothing is masked")
+        if num_output < self.params.min_tokens:
+            going_on = allowed.copy()
+            going_on[self.ending_ids] = False
+            allowed = going_on if going_on.any() else allowed
+        return allowed
 
     def note(self, token_id: int) -> None:
         """It was sampled."""

@@ -12,7 +12,7 @@ prefill (other kernels run), and fitted as they are measured.
 still. Attention costs by pairs of a token and one before it, which is what makes the last part of a long prompt slow.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poolwright_protocol.flops import visible_keys
@@ -121,16 +121,19 @@ class StepPredictor:
         return min(most_tokens, max(least, tokens - tokens % tile_tokens))
 
 
-def tokens_of_least_wait(overhead_tokens: float, waiting_tokens: int, tile_tokens: int) -> int:
-    """How many prompt tokens one step should hold while prompts of `waiting_tokens` wait together: in multiples of the
-    tile. `overhead_tokens`: what a step costs besides its tokens, in tokens.
+def prompts_of_least_wait(overhead_tokens: float, remaining: Sequence[int]) -> int:
+    """How many of the prompts that wait together, the first of `remaining`, one step should hold.
 
-    Steps of s tokens, at c · (o + s) seconds each, give the first tokens of w waiting ones after a mean of
-    c · (o + s) · (w / s + 1) / 2. That is least at s = √(o · w): larger steps let those who could be done wait for
-    others, smaller ones pay the overhead too often. The longer the line, the larger the steps.
+    `remaining`: what each has left, in tokens, in the order in which they are served. `overhead_tokens`: what a step
+    costs besides its tokens, in tokens. One prompt more lets those before it wait for its tokens, and spares it and
+    all after it one overhead, if those then share a step. So steps are small while few wait, and grow with the line up
+    to the budget, where throughput is what is short; were nobody else to come, somewhat smaller ones would be best for
+    a long line. No prompt is cut for it.
     """
-    tiles = math.ceil(math.sqrt(max(0.0, overhead_tokens) * waiting_tokens) / tile_tokens)
-    return max(1, tiles) * tile_tokens
+    count, waiting = 1, len(remaining)
+    while count < waiting and count * remaining[count] <= (waiting - count) * overhead_tokens:
+        count += 1
+    return count
 
 
 class PromptPace:

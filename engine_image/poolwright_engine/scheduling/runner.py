@@ -1,14 +1,15 @@
 """The `ModelRunner` protocol: what the loop needs from a device, and the plain values that cross the line. No torch.
 
 The loop runs one step ahead: it submits step N+1 before it has read step N. A decode row of N+1 whose input token is
-sampled by N carries `use_last_sampled`; the runner keeps the last sampled token of each slot.
+sampled by N carries `use_last_sampled`, as may any whose input was sampled in its slot; the runner keeps the last
+sampled token of each slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from poolwright_engine.scheduling.sequence import SamplingParams, TokenLogprobs, quick
+from poolwright_engine.scheduling.sequence import SamplingParams, TokenLogprobs
 from poolwright_protocol.kv import KVShape, blocks_for
 
 T_co = TypeVar("T_co", covariant=True)
@@ -30,9 +31,10 @@ class Seat:
 
 
 class Row(NamedTuple):
-    """One sequence's part of a step: positions [start, start + length) of it are computed.
+    """One sequence's part of a step: `length` positions of it are computed, from the one that `Step.starts` says.
 
-    A tuple, since one is made for every running sequence in every step.
+    The row of a sequence that decodes says nothing that changes from step to step, and is the same object in nearly all
+    of them, until its block table or its seat is another.
 
     `token_ids` has `length` ids, or is empty when the single input is the slot's last sampled token. `samples` is true
     when the row's last position yields a token; its absolute position is start + length.
@@ -49,7 +51,6 @@ class Row(NamedTuple):
     """
 
     slot: int  # stable per running sequence, in [0, max_num_seqs)
-    start: int
     length: int
     token_ids: tuple[int, ...]
     block_ids: Sequence[int]
@@ -60,24 +61,27 @@ class Row(NamedTuple):
     seat: Seat | None = None
     next_token_id: int | None = None
 
-    def table(self, block_size: int) -> tuple[int, ...]:
+    def table(self, start: int, block_size: int) -> tuple[int, ...]:
         """The blocks of positions [0, start + length), in order."""
-        return tuple(self.block_ids[: blocks_for(self.start + self.length, block_size)])
-
-
-row_of = quick(Row)  # from a tuple of all fields
+        return tuple(self.block_ids[: blocks_for(start + self.length, block_size)])
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch: chunks and decodes together."""
+    """One batch: chunks and decodes together. `starts`: of each row, its first position in its sequence."""
 
     number: int
     rows: tuple[Row, ...]
+    starts: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
         return sum(row.length for row in self.rows)
+
+    @property
+    def contexts(self) -> Iterator[int]:
+        """Of each row, how many tokens its last one attends to, itself included."""
+        return (start + row.length for start, row in zip(self.starts, self.rows, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

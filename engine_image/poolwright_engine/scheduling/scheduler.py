@@ -22,15 +22,15 @@ The last token of a sequence is always computed, since its logits are wanted.
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from poolwright_engine.scheduling.batching.strategy import strategy
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool, BrokenInvariant
-from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, tokens_of_least_wait
+from poolwright_engine.scheduling.budget import PromptPace, StepPredictor, StepWork, prompts_of_least_wait
 from poolwright_engine.scheduling.ngrams import NgramIndex
-from poolwright_engine.scheduling.runner import Row, Seat, Step, StepResult, row_of
+from poolwright_engine.scheduling.runner import Row, Seat, Step, StepResult
 from poolwright_engine.scheduling.scheduler_config import (
     PreemptionMode,
     SchedulerConfig,
@@ -109,6 +109,7 @@ class Batch:
     tokens_left: int
     prefill_left: int
     rows: list[Row] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     num_decodes: int = 0
     num_eligible: int = 0  # requests that want tokens
@@ -142,6 +143,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by admission
         self.granted: list[Sequence] = []  # REMOTE, holding blocks
         self.parked: list[Sequence] = []
+        self._relegated: list[Sequence] = []  # by arrival: who is behind others now
         self.predictor = StepPredictor(config.step_profile)
         self.pace: PromptPace | None = None
         if config.max_step_seconds is not None and config.cuts_prompts:
@@ -201,6 +203,9 @@ class Scheduler:
         sequence.stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             sequence.stop_ids |= self._eos_token_ids
+        if request.relegated and not sequence.relegated:
+            sequence.relegated = True
+            bisect.insort(self._relegated, sequence, key=_arrival)
         if request.siblings is not None:
             self._first_siblings.setdefault(request.siblings, sequence)
         self._queue(sequence)
@@ -240,8 +245,6 @@ class Scheduler:
             )
         if output.finish_reason is not None:
             self.end(sequence)
-        elif not self.config.speculative_ngram_tokens:
-            sequence.plain_outputs = sequence.limit - sequence.num_prompt - 1
         return output
 
     def end(self, sequence: Sequence) -> None:
@@ -254,6 +257,9 @@ class Scheduler:
         for queue in (self.running, self.waiting, self.granted):
             if sequence in queue:
                 queue.remove(sequence)
+        if sequence.relegated:
+            sequence.relegated = False
+            self._relegated.remove(sequence)
         self._stand_up(sequence)
         name = sequence.request.siblings
         if name is not None and self._first_siblings.get(name) is sequence:
@@ -284,6 +290,8 @@ class Scheduler:
 
     def schedule(self, number: int, max_prefill_tokens: int | None = None, now: float = 0.0) -> Decision:
         """The next step. `number` grows from step to step; `max_prefill_tokens` bounds the step's prefill tokens."""
+        if self._relegated:
+            self._return_to_rank(now)
         budget = self._budget(now)
         bound = budget if max_prefill_tokens is None or not self.config.cuts_prompts else max(1, max_prefill_tokens)
         batch = Batch(number, now, budget, bound, num_eligible=len(self.running) + len(self.waiting))
@@ -296,7 +304,7 @@ class Scheduler:
             self._publish(sequence)
         step, sequences = None, tuple(batch.sequences)
         if batch.rows:
-            step = Step(number, tuple(batch.rows))
+            step = Step(number, tuple(batch.rows), tuple(batch.starts))
             self._in_flight.append(_Flight(step, sequences, bool(batch.prefilled)))
         return Decision(
             step,
@@ -323,11 +331,11 @@ class Scheduler:
         if self._wants_step_times:
             self.predictor.observe(work_of(step, has_prefill), result.busy_seconds)
         if self.pace is not None and has_prefill:
-            pairs = sum(visible_keys(row.start, row.length) for row in step.rows)
+            pairs = sum(visible_keys(start, row.length) for start, row in zip(step.starts, step.rows, strict=True))
             self.pace.observe(step.num_tokens, pairs, result.busy_seconds)
-        if any(result.prompt_logprobs):
-            for row, sequence, entries in zip(step.rows, sequences, result.prompt_logprobs, strict=True):
-                self._collect_prompt_logprobs(row, sequence, entries)
+        if has_prefill and any(result.prompt_logprobs):
+            for start, sequence, entries in zip(step.starts, sequences, result.prompt_logprobs, strict=True):
+                self._collect_prompt_logprobs(start, sequence, entries)
         outputs: list[tuple[Sequence, TokenOutput]] = []
         running, waiting = SequenceState.RUNNING, SequenceState.WAITING
         for row, sequence, token_ids, logprobs in zip(
@@ -335,11 +343,11 @@ class Scheduler:
         ):
             if not token_ids:
                 continue
-            output_ids, token_id = sequence.output_ids, token_ids[0]
-            if len(output_ids) < sequence.plain_outputs and token_id not in sequence.stop_ids:
+            token_id = token_ids[0]
+            if row is sequence.plain_row and token_id not in sequence.stop_ids:
                 # The common case of `_take`: one token, neither the first nor the last, of one that runs.
                 sequence.num_placeholders -= 1
-                output_ids.append(token_id)
+                sequence.output_ids.append(token_id)
                 outputs.append((sequence, output_of((token_ids, None, None, None, logprobs, None, None))))
             elif sequence.state is running or sequence.state is waiting:
                 outputs.append((sequence, self._take(row, sequence, token_ids, logprobs, now)))
@@ -423,13 +431,14 @@ class Scheduler:
         batch.candidates += found
         return found
 
-    def room_for(self, batch: Batch, prompts: Collection[Prompt]) -> int:
-        """Tokens of this step for all of them together."""
-        room, overhead = batch.room_for_prefill, self.prompt_overhead_tokens
+    def tokens_soon(self, prompts: list[Prompt]) -> int | None:
+        """Of these prompts, in the order in which they are served, those that one step should hold so that they wait
+        least on average: their tokens. None: as many as there is room for."""
+        overhead = self.prompt_overhead_tokens
         if len(prompts) < 2 or overhead is None or not self.config.quick_first_tokens:
-            return room
-        waiting = sum(prompt.remaining for prompt in prompts)
-        return min(room, tokens_of_least_wait(overhead, waiting, self.config.tile_tokens))
+            return None
+        remaining = [prompt.remaining for prompt in prompts]
+        return sum(remaining[: prompts_of_least_wait(overhead, remaining)])
 
     def piece(self, batch: Batch, prompt: Prompt, tokens: int, *, rounded: bool = True) -> int:
         """How many tokens its next chunk has if it may have so many. `rounded`: one that does not end its prompt ends
@@ -448,35 +457,19 @@ class Scheduler:
 
     def decode_running(self, batch: Batch) -> None:
         """A row for everyone who decodes, in order of admission. Before any other rows of a step."""
-        rows, sequences, plain = batch.rows, batch.sequences, 0
+        rows, starts, sequences, plain = batch.rows, batch.starts, batch.sequences, 0
         for sequence in tuple(self.running):
-            start = sequence.num_computed
-            if start >= sequence.plain_until and (sequence.is_prefilling or not self._widen(sequence)):
+            row, start = sequence.plain_row, sequence.num_computed
+            if row is None or (start >= sequence.plain_until and not self._widen(sequence)):
                 if not sequence.is_prefilling:
                     self.decode(batch, sequence)
                 continue
             # The common case of `decode`: this is what a step costs.
-            ahead = sequence.num_placeholders
-            rows.append(
-                row_of(
-                    (
-                        sequence.slot,
-                        start,
-                        1,
-                        () if ahead else (sequence.output_ids[-1],),
-                        sequence.block_ids,
-                        True,
-                        sequence.request.params,
-                        ahead > 0,
-                        0,
-                        None,
-                        None,
-                    )
-                )
-            )
+            rows.append(row)
+            starts.append(start)
             sequences.append(sequence)
             sequence.num_computed = start + 1
-            sequence.num_placeholders = ahead + 1
+            sequence.num_placeholders += 1
             plain += 1
         batch.num_decodes += plain
         batch.tokens_left -= plain
@@ -496,7 +489,8 @@ class Scheduler:
         self._append(batch, sequence, 1 + len(guess), ids, samples=True, ahead=ahead, num_draft=len(guess))
         batch.num_decodes += 1
         if not self.config.speculative_ngram_tokens:
-            sequence.plain_until = min(len(sequence.block_ids) * self.blocks.block_size, sequence.limit) - 1
+            sequence.plain_until = min(len(sequence.block_ids) * self.blocks.block_size, sequence.limit - 1) - 1
+            sequence.plain_row = sequence.plain_row or _plain_row(sequence)
         return True
 
     def compute(self, batch: Batch, prompt: Prompt, tokens: int) -> None:
@@ -549,7 +543,16 @@ class Scheduler:
         """The lower goes first, of whatever age."""
         request = sequence.request
         by_priority = self.config.scheduling_policy is SchedulingPolicy.PRIORITY
-        return request.relegated, request.priority if by_priority else 0
+        return sequence.relegated, request.priority if by_priority else 0
+
+    def _return_to_rank(self, now: float) -> None:
+        """Those who have been behind others for long enough."""
+        while self._relegated and _arrival(self._relegated[0]) + self.config.relegated_seconds <= now:
+            sequence = self._relegated.pop(0)
+            sequence.relegated = False
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                self._queue(sequence)
 
     def _place(self, sequence: Sequence) -> tuple[tuple[bool, int], bool, float, int]:
         """In the waiting line: those that ran before go before those of their rank that did not."""
@@ -584,7 +587,7 @@ class Scheduler:
         sequence.seat_due = sequence.request.params.needs_history
 
     def _stand_up(self, sequence: Sequence) -> None:
-        sequence.plain_outputs = 0
+        sequence.plain_row = None
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
@@ -629,8 +632,9 @@ class Scheduler:
 
     def _widen(self, sequence: Sequence) -> bool:
         """The common case of `_grow`: its last block is full, and another one free. False: see there."""
-        blocks, until, last = self.blocks, sequence.plain_until, sequence.limit - 1
-        if not until or sequence.num_computed >= last or not blocks.num_free:
+        blocks, until, last = self.blocks, sequence.plain_until, sequence.limit - 2
+        # Where no block was free a step ago, it stands one further by now, and perhaps at its last token.
+        if sequence.num_computed >= last or not blocks.num_free:
             return False
         sequence.block_ids.append(blocks.allocate_one())
         until += blocks.block_size
@@ -674,7 +678,7 @@ class Scheduler:
         row = batch.rows.pop(index)
         del batch.sequences[index]
         batch.tokens_left += row.length
-        sequence.num_computed = row.start
+        sequence.num_computed = batch.starts.pop(index)
         sequence.num_placeholders -= (1 + row.num_draft) if row.samples else 0
         if sequence in batch.prefilled:
             batch.prefilled.remove(sequence)
@@ -705,7 +709,6 @@ class Scheduler:
         fence = self._in_flight[-1].step.number if self._in_flight else NEVER_WRITTEN
         self.blocks.free(sequence.block_ids, fence)
         sequence.block_ids = []
-        sequence.plain_until = 0
 
     # Parts of the above: cached blocks.
 
@@ -743,7 +746,7 @@ class Scheduler:
     # Parts of the above: tokens.
 
     def _budget(self, now: float) -> int:
-        most = self._most_at_pace(self.config.max_num_batched_tokens)
+        most = self._most_at_pace(self.config.step_tokens)
         target = self.config.tbt_target_seconds
         if self.config.token_budget is TokenBudget.FIXED or target is None:
             return most
@@ -816,7 +819,6 @@ class Scheduler:
         batch.rows.append(
             Row(
                 sequence.slot,
-                start,
                 length,
                 token_ids,
                 sequence.block_ids,
@@ -828,6 +830,7 @@ class Scheduler:
                 follower,
             )
         )
+        batch.starts.append(start)
         batch.sequences.append(sequence)
         batch.tokens_left -= length
         sequence.num_computed += length
@@ -843,7 +846,7 @@ class Scheduler:
     ) -> TokenOutput:
         """What a row sampled: one token, or where guesses came true more."""
         sequence.num_placeholders -= 1 + row.num_draft
-        if row.num_draft and sequence.num_computed > row.start:
+        if row.num_draft and not sequence.is_prefilling:
             # Unless its KV was given up meanwhile: what follows the last guess that came true is to be computed again.
             sequence.num_computed -= 1 + row.num_draft - len(token_ids)
         taken = 0
@@ -854,11 +857,11 @@ class Scheduler:
                 break
         return output._replace(token_ids=token_ids[:taken], logprobs=logprobs[:taken])
 
-    def _collect_prompt_logprobs(self, row: Row, sequence: Sequence, entries: tuple[TokenLogprobs, ...]) -> None:
+    def _collect_prompt_logprobs(self, start: int, sequence: Sequence, entries: tuple[TokenLogprobs, ...]) -> None:
         """A part may come again, or in part, after a preemption."""
         known = len(sequence.prompt_logprobs)
-        if not sequence.output_ids and row.start <= known:
-            sequence.prompt_logprobs.extend(entries[known - row.start :])
+        if not sequence.output_ids and start <= known:
+            sequence.prompt_logprobs.extend(entries[known - start :])
 
     def _prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprobs, ...] | None:
         if sequence.request.params.prompt_logprobs is None:
@@ -868,9 +871,16 @@ class Scheduler:
         return entries
 
 
+def _arrival(sequence: Sequence) -> float:
+    return sequence.request.arrival_seconds
+
+
+def _plain_row(sequence: Sequence) -> Row:
+    """The token before was sampled in its slot, and perhaps is still in flight."""
+    params = sequence.request.params
+    return Row(sequence.slot, 1, (), sequence.block_ids, samples=True, params=params, use_last_sampled=True)
+
+
 def work_of(step: Step, has_prefill: bool) -> StepWork:
-    tokens = kv_tokens = 0
-    for row in step.rows:
-        tokens += row.length
-        kv_tokens += row.start + row.length
-    return StepWork(tokens, kv_tokens, has_prefill)
+    tokens = step.num_tokens
+    return StepWork(tokens, tokens + sum(step.starts), has_prefill)

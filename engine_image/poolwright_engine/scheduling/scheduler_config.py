@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from poolwright_protocol.step_time import StepProfile
 
+GUESSED_SWAP_BYTES_PER_SECOND = 8e9  # half of what a PCIe 4.0 link of 8 lanes carries one way
+
 
 class Batching(StrEnum):
     """How steps are formed; see `scheduling.batching`."""
@@ -45,19 +47,22 @@ class TbtDeadlines(StrEnum):
 class SchedulerConfig:
     """Tokens and seconds, as the names say.
 
-    `max_num_scheduled_tokens`: the vllm batching's second budget; None: as max_num_batched_tokens.
+    `max_num_batched_tokens`: what a step has memory for. `max_num_scheduled_tokens`: fewer, where no step is to be so
+    large; None: as many.
     `long_prefill_token_threshold`: most tokens of one prompt in a step, counted after prefix hits; 0: no limit.
     Ignored while one request is all there is.
     `ungranted_share_percent`: the share of the blocks that prompts for other machines may hold while those have not
     granted the memory to send them to; one such prompt always may.
     `watermark`: share of the blocks that an admission leaves free while something runs.
     `max_preemptions`: preempted that often, a request is a victim only where no other is left.
-    `swap_bytes_per_second`: between device and host, for the choice between swap and recompute.
+    `swap_bytes_per_second`: between device and host, for the choice between swap and recompute; where nobody measured
+    it, a guess.
     `quick_first_tokens`: prompts that wait together share steps of the size that lets them wait least on average, once
     it is known what steps cost; else they fill the budget, which takes the least time for all of them.
     `tbt_target_seconds`, `tbt_deadlines`, `tile_tokens`, `step_profile`: of the auto budget, a multiple of the tile.
     `max_step_seconds`: prompts are cut so that a step with any takes about so long at most, as far as what steps took
     tells; None: max_num_batched_tokens alone bounds it. `prompt_token_seconds`: what is known of that at the start.
+    `relegated_seconds`: after that long, who is behind all others has the place that it would have had.
     `static_batch_size` (None: max_num_seqs) and `static_window_seconds`, from the oldest arrival: what closes a batch
     of the static batching.
     `speculative_ngram_tokens`: most tokens guessed for a row from what stood after the same words before; 0: none.
@@ -78,8 +83,9 @@ class SchedulerConfig:
     watermark: float = 0.01
     preemption: PreemptionMode = PreemptionMode.AUTO
     max_preemptions: int = 3
-    swap_bytes_per_second: float = 8e9
-    quick_first_tokens: bool = False
+    swap_bytes_per_second: float = GUESSED_SWAP_BYTES_PER_SECOND
+    quick_first_tokens: bool = True
+    relegated_seconds: float = 120.0
     token_budget: TokenBudget = TokenBudget.FIXED
     tbt_target_seconds: float | None = None
     tbt_deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
@@ -116,14 +122,20 @@ class SchedulerConfig:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs, or a decode would wait")
         if self.max_num_scheduled_tokens is not None and self.max_num_scheduled_tokens < self.max_num_seqs:
             raise ValueError("max_num_scheduled_tokens must be at least max_num_seqs, or a decode would wait")
-        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+        if not self.chunked_prefill and self.step_tokens < self.max_model_len:
             raise ValueError("without chunked prefill max_num_batched_tokens must be at least max_model_len")
-        if not self.batching.cuts_prompts and self.max_num_batched_tokens < self.max_model_len:
+        if not self.batching.cuts_prompts and self.step_tokens < self.max_model_len:
             raise ValueError(
                 f"{self.batching} batching cuts no prompt: max_num_batched_tokens must be at least max_model_len"
             )
         if self.token_budget is TokenBudget.AUTO and (self.tbt_target_seconds is None or self.tbt_target_seconds <= 0):
             raise ValueError("token_budget auto needs a positive tbt_target_seconds")
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step."""
+        scheduled = self.max_num_scheduled_tokens
+        return self.max_num_batched_tokens if scheduled is None else min(scheduled, self.max_num_batched_tokens)
 
     @property
     def cuts_prompts(self) -> bool:

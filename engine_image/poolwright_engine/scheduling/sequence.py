@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from poolwright_engine.scheduling.ngrams import NgramIndex
+
+if TYPE_CHECKING:
+    from poolwright_engine.scheduling.runner import Row
 
 T = TypeVar("T")
 
@@ -35,8 +38,8 @@ class SamplingParams:
     """temperature 0 is greedy. `seed` is always set before a request enters the engine; noise is a function of
     (seed, absolute position of the token sampled), so a draw is the same wherever and whenever it is made.
 
-    Order, as vLLM's: raw log probabilities; allowed tokens (guide, logit_bias, min_tokens); penalties; temperature;
-    min-p, top-k, top-p; noise.
+    Order, as vLLM's: raw log probabilities; allowed tokens (the list, the guide, min_tokens) and logit_bias; penalties;
+    temperature; min-p, top-k, top-p; noise.
     """
 
     max_tokens: int
@@ -52,6 +55,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # of output tokens
     repetition_penalty: float = 1.0  # of prompt and output tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled; None: any
     guide: Guide | None = None
     logprobs: int | None = None  # how many alternatives; None: no log probabilities; -1: all of the vocabulary
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
@@ -67,14 +71,19 @@ class SamplingParams:
             or self.guide is not None
         )
 
+    @property
+    def shapes_logits(self) -> bool:
+        """The sampler has more to do to a row of logits than to draw from it."""
+        return self.needs_history or bool(self.logit_bias) or self.allowed_token_ids is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """`prompt_machine` is the raw signed header, checked by the hand-off; None: prefill here.
 
-    `priority`: lower runs first, under the priority policy only. `relegated`: it is late already, so it runs after all
-    that are not, under any policy. `cache_salt`: requests share cached blocks only with
-    the same salt. `siblings`: requests of one client's n share this name and their prompt."""
+    `priority`: lower runs first, under the priority policy only. `relegated`: it will be late in any case, so it runs
+    after all that will not, under any policy, until it has waited for long. `cache_salt`: requests share cached blocks
+    only with the same salt. `siblings`: requests of one client's n share this name and their prompt."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -162,10 +171,12 @@ class Sequence:
     ungranted: bool = False
 
     serial: int = 0  # by order of arrival
+    relegated: bool = False  # it runs after all that are not, now
     limit: int = 0  # most tokens, prompt and output
     stop_ids: frozenset[int] = frozenset()
-    plain_until: int = 0  # with fewer tokens computed, its next row is one token, and needs no memory
-    plain_outputs: int = 0  # with fewer output tokens, the next is one, and neither the first nor the last
+    # Its row of each step in which it decodes one token, neither its first nor its last, while it keeps its seat.
+    plain_row: "Row | None" = None
+    plain_until: int = 0  # with fewer tokens computed, its next row is that one, and needs no memory
     seat_due: bool = False
     num_preemptions: int = 0
     host_block_ids: list[int] = field(default_factory=list)  # swapped out: its KV, instead of block_ids

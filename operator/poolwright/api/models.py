@@ -478,8 +478,20 @@ class EngineSpec(Model):
     )
 
 
+class Relegation(StrEnum):
+    LATE = "Late"
+    NEVER = "Never"
+
+
 class RouterSpec(Model):
     replicas: Annotated[Int32, Field(ge=1, le=32)] = Field(default=2, description="Router pods. Default 2.")
+    relegation: Relegation = Field(
+        default=Relegation.LATE,
+        description="Who is served behind all others, for 30 s at most, and never refused. Late: requests whose first "
+        "token is predicted to be late in any case; that takes `rebalance.basis: Work`, objectives for TTFT and TBT, "
+        "and predictions that could be checked of late: without them, nobody. Never: nobody. Default Late. An edit "
+        "takes effect in seconds, without a restart.",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- cross-field

@@ -59,6 +59,7 @@ async def tell_routers(
     bounds: Mapping[str, int],
     *,
     prices_count: bool,
+    relegates: bool,
 ) -> None:
     """Write the note of each machine that has news for routers; where prices do not count, take it away. Raises
     Unavailable."""
@@ -79,6 +80,7 @@ async def tell_routers(
             tbt_seconds=tbt.target_seconds if tbt else None,
             tbt_percentile=float(tbt.percentile) if tbt else None,
             max_prefill_tokens_per_step=of_role if of_role is not None else bounds.get(machine.uid),
+            relegates=relegates,
         )
         if note.is_news_after(machine.note):
             await _write(store, machine, note)

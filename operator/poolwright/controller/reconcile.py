@@ -9,7 +9,7 @@ mover's; what the status says is `status.py`'s.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from poolwright.api.models import Basis, InferencePool, InferencePoolStatus, InvalidPool
+from poolwright.api.models import Basis, InferencePool, InferencePoolStatus, InvalidPool, Relegation
 from poolwright.api.policy import policy_spec
 from poolwright.controller import status as statuses
 from poolwright.controller.mover import Mover, Progress, Result
@@ -87,7 +87,15 @@ async def reconcile(world: World, memory: Memory, now: float) -> float | None:
         if repaired.result is Result.REPAIRED:
             text = f"The role of machine {repaired.machine.name} was repaired: {repaired.detail}"
             await world.store.emit(Event("Warning", "RoleRepaired", text))
-    await tell_routers(world.machines, machines, profiles, spec, decision.bounds, prices_count=counting)
+    await tell_routers(
+        world.machines,
+        machines,
+        profiles,
+        spec,
+        decision.bounds,
+        prices_count=counting,
+        relegates=pool.spec.router.relegation is Relegation.LATE,
+    )
     # A plan that could not be concluded is due at once, for as long as what it waits for lasts.
     patience = min(spec.interval_seconds, max(_RETRY_SECONDS, spec.interval_seconds / 12))
     return min(*waits, max(patience, decision.next_plan_at - now), spec.interval_seconds)

@@ -14,12 +14,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from poolwright.core.machine import Machine
-from poolwright.core.priced_routing import whole_seconds
+from poolwright.core.priced_routing import choose_priced, turn_seconds, whole_seconds
 from poolwright.core.pricing import HANDOFF_SECONDS
 from poolwright.core.routes import IDLE, Load, RoutingRequest, Targets
 from poolwright_protocol.roles import Role
 
 MOST_RELEGATED_SHARE = 0.05
+# Of the line on a machine, what is counted against a prompt beside what goes before it now: the longer the line, the
+# more is yet to come that will overtake it, since the engine computes the shortest first.
+OVERTAKEN = 0.5
+SURE = 0.9  # of a TTFT target: what is predicted to take longer may well be late, and then makes others late too
 _TALLY_REQUESTS = 1000.0  # older ones are forgotten at this rate
 _LEAST_RETRY_SECONDS = 1
 
@@ -41,7 +45,7 @@ class AdmissionReason(StrEnum):
     TBT_INFEASIBLE = "TBTInfeasible"
 
 
-_LATE_FIRST = frozenset({AdmissionReason.TTFT_LATE, AdmissionReason.PROMPT_TOO_LONG})
+LATE_FIRST = frozenset({AdmissionReason.TTFT_LATE, AdmissionReason.PROMPT_TOO_LONG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ def admit(
     sound = [(m, at) for m, at in usable if at.avoid_until <= now and m.move is None] or usable
     judged = _judge(request, sound, now, targets)
     if not may_refuse:
-        verdict = Verdict.RELEGATE if judged.reason in _LATE_FIRST else Verdict.ADMIT
+        verdict = Verdict.RELEGATE if judged.reason in LATE_FIRST else Verdict.ADMIT
         return replace(judged, verdict=verdict, retry_after_seconds=None), tally.counted(verdict is Verdict.RELEGATE)
     if judged.verdict is Verdict.REJECT and judged.retry_after_seconds is not None and tally.allows_one_more():
         judged = replace(judged, verdict=Verdict.RELEGATE, retry_after_seconds=None)
@@ -99,30 +103,17 @@ def admit(
 def _judge(
     request: RoutingRequest, machines: Sequence[tuple[Machine, Load]], now: float, targets: Targets
 ) -> Admission:
-    own, ends = math.inf, math.inf
-    for machine, load in machines:
-        if load.prices is None or (machine.role is Role.TOKEN and not load.lent and len(machines) > 1):
-            continue
-        cached = request.cached_tokens.get(machine.uid, 0)
-        own = min(own, load.prices.prefill_seconds(request.prompt_tokens, cached))
-        pure = machine.role is Role.PROMPT and not load.lent
-        seconds = (
-            load.prices.prefill_seconds(request.prompt_tokens, cached) + HANDOFF_SECONDS
-            if pure
-            else whole_seconds(load.prices, load, request.prompt_tokens, cached, targets)
-        )
-        ends = min(ends, max(now, load.free_at) + seconds)
-    if math.isinf(ends):  # token machines alone: each does both
-        for machine, load in machines:
-            if load.prices is None:
-                continue
-            cached = request.cached_tokens.get(machine.uid, 0)
-            own = min(own, load.prices.prefill_seconds(request.prompt_tokens, cached))
-            seconds = whole_seconds(load.prices, load, request.prompt_tokens, cached, targets)
-            ends = min(ends, max(now, load.free_at) + seconds)
-    ttft = ends - now
+    own = min(
+        (
+            load.prices.prefill_seconds(request.prompt_tokens, request.cached_tokens.get(machine.uid, 0))
+            for machine, load in machines
+            if load.prices is not None
+        ),
+        default=math.inf,
+    )
     if own > targets.ttft_seconds:
         return Admission(Verdict.REJECT, AdmissionReason.PROMPT_TOO_LONG, own)
+    ttft, line = _first_token_seconds(request, machines, now, targets)
 
     decoders = [(m, at) for m, at in machines if m.role is not Role.PROMPT] or list(machines)
     predicted = [_step_at_prefill_end(request, load, ttft) for _, load in decoders]
@@ -130,14 +121,38 @@ def _judge(
     alone = min((at.prices.decode_seconds(1, request.prompt_tokens) for _, at in decoders if at.prices), default=0.0)
     if alone > targets.tbt_seconds:
         return Admission(Verdict.REJECT, AdmissionReason.TBT_INFEASIBLE, ttft, alone)
-    if ttft > targets.ttft_seconds:
-        retry = _seconds_up(ttft - targets.ttft_seconds)
+    late = ttft + OVERTAKEN * line - SURE * targets.ttft_seconds
+    if late > 0:
+        retry = _seconds_up(late)
         return Admission(Verdict.REJECT, AdmissionReason.TTFT_LATE, ttft, tbt, retry)
     if tbt > targets.tbt_seconds:
         # Streams leave evenly over the time an answer takes: the share that is too many, of that time.
         share = min(1.0, (tbt - targets.tbt_seconds) / max(tbt - alone, 1e-9))
         return Admission(Verdict.REJECT, AdmissionReason.TBT_LATE, ttft, tbt, _seconds_up(share * leaves))
     return Admission(Verdict.ADMIT, AdmissionReason.IN_TIME, ttft, tbt)
+
+
+def _first_token_seconds(
+    request: RoutingRequest, machines: Sequence[tuple[Machine, Load]], now: float, targets: Targets
+) -> tuple[float, float]:
+    """On the machine that would be chosen, and what all take that wait there."""
+    loads = {machine.uid: load for machine, load in machines}
+    choice = choose_priced(request, [machine for machine, _ in machines], loads, now, targets)
+    candidates = [choice.prompt or choice.token] if choice is not None else [machine for machine, _ in machines]
+    soonest = math.inf, 0.0
+    for machine in candidates:
+        load = loads[machine.uid]
+        if load.prices is None:
+            continue
+        cached = request.cached_tokens.get(machine.uid, 0)
+        if choice is not None and choice.prompt is not None:
+            seconds = load.prices.prefill_seconds(request.prompt_tokens, cached) + HANDOFF_SECONDS
+        else:
+            seconds = whole_seconds(load.prices, load, request.prompt_tokens, cached, targets)
+        new = max(0, request.prompt_tokens - cached)
+        waited = turn_seconds(load.prices, load, new, now, targets)
+        soonest = min(soonest, (waited + seconds, max(0.0, load.free_at - now)))
+    return soonest
 
 
 def _step_at_prefill_end(request: RoutingRequest, load: Load, seconds: float) -> tuple[float, float]:

@@ -76,7 +76,7 @@ def decide(now: float, snapshot: Snapshot, spec: PolicySpec, memory: Memory) -> 
     elif due and not (unmet and board.unlabelled()):
         choice = plan(board, measured, desired, past)
     else:
-        choice = between_plans(board, snapshot, past.backlogged, past)
+        choice = between_plans(board, snapshot, demand, past.backlogged, past)
     if unmet and not repairs and not births and board.machines and not choice.moves:
         choice = replace(choice, reason=Reason.MINIMUM_UNMET, message=unmet)
 

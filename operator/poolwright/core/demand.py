@@ -6,6 +6,11 @@ Pressure of a phase, 0 for none: .55 at a utilisation of .8 (the upper edge of l
 utilisation), 1 where its objective is just met, above 2 where work arrives faster than it can be done. Only what a
 machine more could take away counts: of TTFT the wait (its percentile in M/G/c), of TBT the streams beyond what a step
 within the target holds.
+
+Where every gap counts, the second token of an answer whose prompt was computed elsewhere comes in time only if token
+machines' steps are a third of the target. Where none is that short, such an answer attains its target only if it is so
+long that one late gap is within the share that may be. Then token machines, which routers lend, are counted as mixed
+ones, and whom a split serves late as what is offered beyond what it can do.
 """
 
 import math
@@ -21,9 +26,12 @@ from poolwright_protocol.roles import Role
 RAISE = 0.55
 LOWER = 0.40
 PLANNED_UTILISATION = 0.8
+DEADBAND = 0.05  # of pressure: a shift must take away at least this much
 OVERLOADED = 2.0  # pressure where a phase is offered exactly what it can do
 _CLASS_AND_ROLE = tuple[str, Role]
 _BISECTIONS = 5  # of a mixed machine's time: to a thirtieth of it
+_LENT_WORTH = 0.95  # of a token machine that works as a mixed one: it is asked last
+_FULL = 0.9  # of a machine's time, where more of whole requests is better than pairs
 # Streams come and go: their number strays by its square root, this many of which are to fit under the target.
 _DEVIATIONS = 1.3
 
@@ -43,15 +51,20 @@ class Worth:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """`mixed_share`: of the mixed machines' time, what goes to prompts."""
+    """`mixed_share`: of the mixed machines' time, what goes to prompts. `served`: of all requests, those in time."""
 
     prompt: float
     token: float
     mixed_share: float = 0.5
+    served: float = 1.0
 
     @property
     def most(self) -> float:
         return max(self.prompt, self.token)
+
+    def __str__(self) -> str:
+        in_time = "" if self.served >= 1 else f", {self.served:.0%} of the requests in time"
+        return f"prompts {self.prompt:.2f}, tokens {self.token:.2f}{in_time}"
 
     def is_better_than(self, other: "Pressure") -> bool:
         mine, theirs = (self.most, self.prompt + self.token), (other.most, other.prompt + other.token)
@@ -71,10 +84,14 @@ class Demand:
         # The second token of a prompt computed elsewhere comes late, which may count or not.
         # Then a mixed machine, whose steps hold chunks, decodes only what it computed itself.
         self._whole_on_mixed = tbt is not None and every_gap_counts(tbt.percentile, offered.output_tokens)
+        self._token_step_seconds = self._tbt_seconds
+        self._late_pairs = False
         if self._whole_on_mixed:
-            self._token_step_seconds = split_step_seconds(self._tbt_seconds)
-        else:
-            self._token_step_seconds = self._tbt_seconds
+            short = split_step_seconds(self._tbt_seconds)
+            self._late_pairs = not any(_streams(prices[c.name], offered, short) for c in spec.classes)
+            if not self._late_pairs:
+                self._token_step_seconds = short
+        self._pairs_in_time = _share_with_a_gap_to_spare(tbt.percentile if tbt else 0.0, offered.output_tokens)
         limits = self._tbt_seconds, self._token_step_seconds
         self._worths = {c.name: _worth(prices[c.name], offered, *limits) for c in spec.classes}
         self._own_seconds = _mean([prices[c.name].prefill_seconds(offered.prompt_tokens) for c in spec.classes])
@@ -105,6 +122,8 @@ class Demand:
                 mixed_prompt += count * worth.mixed_prompt
                 mixed_token += count * worth.mixed_token
                 mixed += count
+        if self._late_pairs:
+            return self._with_late_pairs(counts)
         if self._whole_on_mixed:
             # Of mixed machines' time, prompts take what they take; `share` is of all requests.
             both = _inverse(mixed_prompt) + _inverse(mixed_token)
@@ -150,6 +169,46 @@ class Demand:
                 high = share
         return best
 
+    def _with_late_pairs(self, counts: ByClass) -> Pressure:
+        """As many requests as fit whole on the machines that decode, and of the rest the prompts on prompt machines."""
+        prompt = host_prompt = host_token = answers = 0.0
+        prompts = hosts = takers = 0
+        for (name, role), count in counts.items():
+            worth = self._worths.get(name)
+            if worth is None or count <= 0:
+                continue
+            if role is Role.PROMPT:
+                prompt += count * worth.prompt
+                prompts += count
+                continue
+            able = count * (_LENT_WORTH if role is Role.TOKEN else 1.0)
+            host_prompt += able * worth.mixed_prompt
+            host_token += able * worth.mixed_token
+            answers += count * worth.token
+            hosts += count
+            takers += 0 if role is Role.TOKEN else count
+        if not hosts or not (prompts or takers):
+            return Pressure(math.inf, math.inf, served=0.0)
+        of_whole, of_answer = _inverse(host_prompt) + _inverse(host_token), _inverse(answers)
+        whole = 1.0
+        if prompts and of_whole > _FULL:
+            whole = max(0.0, (_FULL - of_answer) / (of_whole - of_answer)) if of_whole > of_answer else 0.0
+        at_hosts = _part(whole, of_whole) + _part(1 - whole, of_answer)
+        at_prompts = _part(1 - whole, _inverse(prompt))
+        served = whole + (1 - whole) * self._pairs_in_time / max(1.0, at_prompts)
+        for_prompts = _part(whole, _inverse(host_prompt))
+        served /= max(1.0, at_hosts)
+        return Pressure(
+            max(
+                self._prompt_pressure(at_hosts, 1.0, hosts),
+                self._prompt_pressure(at_prompts, 1.0, prompts),
+                0.0 if served >= 1 else OVERLOADED * _inverse(served),
+            ),
+            self._token_pressure(1.0, answers, hosts),
+            for_prompts / at_hosts if 0 < at_hosts < math.inf else 0.5,
+            served,
+        )
+
     def machines_wanted(self, counts: ByClass) -> float:
         """How many times these machines the offered work would keep busy at the planned utilisation, less one, in
         machines: what is missing to the budget (or, below zero, to spare)."""
@@ -175,6 +234,13 @@ class Demand:
             _apply(after, steps[last - 1], -1)
         return [], now
 
+    def is_worse_after(self, counts: ByClass, step: Step) -> bool:
+        """By more than forecasts are believed; at all, where a hand-over is late whatever is forecast."""
+        after = dict(counts)
+        _apply(after, step, 1)
+        believed = 1e-9 if self._late_pairs else DEADBAND
+        return self.pressure(after).most > self.pressure(counts).most + believed
+
     def _target(self, counts: ByClass) -> ByClass:
         if len(self._spec.classes) == 1 and self._spec.classes[0].roles == frozenset(Role):
             return self._of_one_class(counts, self._spec.classes[0].name)
@@ -186,6 +252,8 @@ class Demand:
         total = _of_class(counts, name)
         least = {role: bounds.minimum for role, bounds in self._spec.pools.items()}
         most = {role: total if b.maximum is None else b.maximum for role, b in self._spec.pools.items()}
+        if self._late_pairs:
+            return self._of_one_class_with_late_pairs(counts, name)
         for mixed in sorted({0, 1, 2, counts.get((name, Role.MIXED), 0), total // 2, total}):
             rest = total - mixed
             low, high = (
@@ -205,6 +273,42 @@ class Demand:
                 more_mixed = mixed > best.get((name, Role.MIXED), 0)
                 if candidate.is_better_than(pressed) and candidate.most < pressed.most - _WORTH_MIXING * more_mixed:
                     best, pressed = split, candidate
+        if self._whole_on_mixed:
+            # A hand-over is late by more than is predicted here sooner than a step of a mixed machine is.
+            split = _split(name, 0, 0, total)
+            if all(self._within(split, role) for role in Role) and self.pressure(split).most <= pressed.most + DEADBAND:
+                return split
+        return best
+
+    def _of_one_class_with_late_pairs(self, counts: ByClass, name: str) -> ByClass:
+        """Whoever is no prompt machine is as good as mixed, so only their number is to be found: coarsely first."""
+        total = _of_class(counts, name)
+        bounds = self._spec.pools
+
+        def split(prompt: int) -> dict[_CLASS_AND_ROLE, int] | None:
+            """With as many mixed machines as may be."""
+            rest = total - prompt
+            most = rest if bounds[Role.MIXED].maximum is None else bounds[Role.MIXED].maximum
+            mixed = min(rest - bounds[Role.TOKEN].minimum, most if most is not None else rest)
+            made = _split(name, prompt, rest - mixed, mixed)
+            return made if mixed >= 0 and all(self._within(made, role) for role in Role) else None
+
+        best, pressed = counts, self.pressure(counts)
+        stride = max(1, total // 8)
+        tried: set[int] = set()
+        near = set(range(0, total + 1, stride))
+        while near:
+            found = None
+            for prompt in sorted(near - tried):
+                candidate = split(prompt)
+                if candidate is not None and self.pressure(candidate).is_better_than(pressed):
+                    best, pressed, found = candidate, self.pressure(candidate), prompt
+            tried |= near
+            if stride == 1 and found is None:
+                break
+            stride = max(1, stride // 2)
+            centre = best.get((name, Role.PROMPT), 0)
+            near = {p for p in (centre - stride, centre + stride) if 0 <= p <= total} - tried
         return best
 
     def _downhill(self, counts: dict[_CLASS_AND_ROLE, int]) -> tuple[dict[_CLASS_AND_ROLE, int], Pressure]:
@@ -239,13 +343,15 @@ class Demand:
         its share of the prompts would pile up: tokens late by a little are worth more than prompts that never begin."""
         if math.isinf(self._tbt_seconds):
             return prices.step_tokens
-        if role is Role.TOKEN:
+        if role is Role.TOKEN and not self._late_pairs:
             streams = _streams(prices, self.offered, self._token_step_seconds)
             return prices.chunk_within(self._tbt_seconds, streams, streams * self.offered.context_tokens)
         share = self.pressure(counts).mixed_share
         streams = (1 - share) * _streams(prices, self.offered, self._tbt_seconds)
         context = streams * self.offered.context_tokens
         least = prices.chunk_at_rate(self._prompt_rate_of_mixed(counts, share), streams, context)
+        if self._late_pairs:  # all do both, so streams come and go: what a step holds beside none
+            return max(least, prices.chunk_within(STEP_MARGIN * self._tbt_seconds, 0, 0))
         return max(least, prices.chunk_within(self._tbt_seconds, streams, context))
 
     def _prompt_rate_of_mixed(self, counts: ByClass, share: float) -> float:
@@ -347,6 +453,13 @@ def _apply(counts: dict[_CLASS_AND_ROLE, int], step: Step, times: int) -> None:
     counts[name, to_role] = counts.get((name, to_role), 0) + times
 
 
+def _share_with_a_gap_to_spare(percentile: float, output_tokens: float) -> float:
+    """Of answers, with lengths as an exponential's: those of so many gaps that one may be over the target."""
+    gaps = max(1e-9, output_tokens - 1)
+    missed = 1 - percentile / 100
+    return math.exp(-1 / (missed * gaps)) if missed > 1e-9 else 0.0
+
+
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
@@ -376,6 +489,11 @@ def _worth(prices: MachinePrices, offered: Offered, tbt_seconds: float, token_st
         mixed_prompt=_share(min(prompt_speed, _speed(chunk, step)) if fits else 0.0, prompts),
         mixed_token=_share(mixed_speed, decodes),
     )
+
+
+def _part(share: float, of: float) -> float:
+    """None of what has no end is nothing."""
+    return share * of if share > 0 else 0.0
 
 
 def _inverse(value: float) -> float:

@@ -55,7 +55,7 @@ def evidence(
                 "answers",
                 f"{offered.output_tokens:.0f} tokens each, counts stray by {offered.dispersion:.1f} of Poisson",
             ),
-            ("pressure", f"prompts {pressure.prompt:.2f}, tokens {pressure.token:.2f}"),
+            ("pressure", str(pressure)),
             ("machines-wanted", f"{demand.machines_wanted(by_class):+.1f}"),
         ]
     return tuple(lines)

@@ -6,8 +6,9 @@ argument (monotonic seconds).
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from poolwright.core.pricing import MachinePrices
@@ -22,6 +23,7 @@ _FIRST_AVOID_SECONDS = 0.5
 _LONGEST_AVOID_SECONDS = 15.0
 _TRIAL_SECONDS = 1.0
 KV_HIGH_WATER = 0.95  # share of KV memory that streams may be given (BlitzScale's)
+_LINE = 64  # prompts that a load tells of: as many as an engine looks at for a step
 
 
 class ReturnRule(StrEnum):
@@ -49,7 +51,9 @@ class _Account:
     # Where work has a price.
     prices: MachinePrices | None = None
     prefill_bound: int | None = None
+    tbt_seconds: float = math.inf
     prompt_pairs: float = 0.0
+    waiting: list[tuple[int, float]] = field(default_factory=list)  # tokens and pairs of each prompt, shortest first
     context_tokens: float = 0.0
     free_at: float = -math.inf
     lent_to: Role | None = None  # the pool it works for besides its own
@@ -63,14 +67,17 @@ class _Account:
         self.decayed_at = now
 
     def prompts_seconds(self) -> float:
+        """In steps that leave the streams which decode there their gaps."""
         if self.prices is None:
             return 0.0
+        decodes = self.streams - self.bound
+        context = self.context_tokens * decodes / self.streams if decodes > 0 else 0.0
+        chunk = self.prefill_bound
+        if decodes > 0 and self.tbt_seconds < math.inf:
+            within = self.prices.chunk_within(self.tbt_seconds, decodes, context)
+            chunk = within if chunk is None else min(chunk, within)
         return self.prices.queue_seconds(
-            self.prompt_tokens,
-            self.prompt_pairs,
-            step_tokens=self.prefill_bound,
-            decodes=self.streams - self.bound,
-            kv_tokens=self.context_tokens,
+            self.prompt_tokens, self.prompt_pairs, step_tokens=chunk, decodes=decodes, kv_tokens=context
         )
 
     def kv_free_tokens(self) -> float:
@@ -137,6 +144,7 @@ class Entry:
             prompt.prompt_tokens += new
             prompt.prompt_pairs += self._pairs
             prompt.prompts += 1
+            insort(prompt.waiting, (new, self._pairs))
             # Short prompts share their steps, so what counts is what the queue grows by.
             prompt.free_at = max(now, prompt.free_at) + max(0.0, prompt.prompts_seconds() - before)
             token.bound += 1
@@ -194,6 +202,7 @@ class Entry:
             else:
                 self._token.bound -= 1
                 prompt.prompts -= 1
+                del prompt.waiting[bisect_left(prompt.waiting, (self._prompt_tokens, self._pairs))]
                 prompt.prompt_tokens -= self._prompt_tokens
                 prompt.prompt_pairs = max(0.0, prompt.prompt_pairs - self._pairs) if prompt.prompts else 0.0
             prompt.return_if(self._rule)
@@ -248,11 +257,15 @@ class Ledger:
         """These are the machines now. Entries still open on one that is gone close into the void."""
         self._accounts = {uid: self._account(uid) for uid in uids}
 
-    def price(self, uid: str, prices: MachinePrices | None, prefill_bound: int | None = None) -> None:
-        """What work costs on this machine, and the bound on its chunks; None: not known, so measured speed counts."""
+    def price(
+        self, uid: str, prices: MachinePrices | None, prefill_bound: int | None = None, tbt_seconds: float = math.inf
+    ) -> None:
+        """What work costs on this machine, the bound on its chunks and the gap that its streams are promised; None: not
+        known, so measured speed counts."""
         account = self._account(uid)
-        if (account.prices, account.prefill_bound) != (prices, prefill_bound):
-            account.prices, account.prefill_bound, account.load = prices, prefill_bound, None
+        if (account.prices, account.prefill_bound, account.tbt_seconds) != (prices, prefill_bound, tbt_seconds):
+            account.prices, account.prefill_bound, account.tbt_seconds = prices, prefill_bound, tbt_seconds
+            account.load = None
 
     def loads(self, now: float) -> dict[str, Load]:
         measured = [a for a in self._accounts.values() if a.prices is None]
@@ -289,6 +302,7 @@ class Ledger:
             bound_streams=a.bound,
             prefill_bound=a.prefill_bound,
             lent=a.lent_to is not None,
+            waiting=tuple(a.waiting[:_LINE]),
         )
         if a.prices is not None:
             a.load = load  # speeds that are measured fade with time; prices do not

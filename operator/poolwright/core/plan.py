@@ -16,7 +16,7 @@ from poolwright.core.latency_plan import by_latency
 from poolwright.core.objective import Load
 from poolwright.core.spec import Mode
 from poolwright.core.split import Counts
-from poolwright.core.work_plan import HELD_INTERVALS, by_work
+from poolwright.core.work_plan import HELD_INTERVALS, by_work, makes_worse
 from poolwright_protocol.roles import Role
 
 
@@ -47,11 +47,16 @@ def plan(board: Board, measured: Measured, desired: Counts, past: Memory) -> Cho
     return replace(permitted(board, choice, past), concluded=True)
 
 
-def between_plans(board: Board, snapshot: Snapshot, ticks: Mapping[Role, int], past: Memory) -> Choice:
+def between_plans(
+    board: Board, snapshot: Snapshot, demand: Demand | None, ticks: Mapping[Role, int], past: Memory
+) -> Choice:
     if board.spec.mode not in (Mode.ACTIVE, Mode.ADVISORY):
         return Choice(Reason.NOT_DUE, "The next plan is not due yet")
     loads = fast_loop.measure(board, snapshot)
-    return permitted(board, fast_loop.by_backlog(board, snapshot, loads, ticks, past), past)
+    choice = fast_loop.by_backlog(board, snapshot, loads, ticks, past)
+    if demand is not None and any(makes_worse(demand, board, move) for move in choice.moves):
+        return Choice(Reason.DONOR_NOT_COMFORTABLE, f"The offered work would press harder then; {choice.message}")
+    return permitted(board, choice, past)
 
 
 def permitted(board: Board, choice: Choice, past: Memory) -> Choice:

@@ -6,8 +6,10 @@ within the target with the margin (xLLM-service, PolyServe), which keeps others 
 does, on the one with the shortest step.
 
 Where neither a pair nor a mixed machine is in time, a request goes whole to a token machine or to a prompt machine:
-Splitwise's move to the mixed pool, for one request. A token machine is lent if its pool would hold its own with one
-fewer (xLLM-service), since steps with chunks keep others' second tokens waiting, and if it has room for a chunk.
+Splitwise's move to the mixed pool, for one request. A token machine is lent if it has room for a chunk, and if its pool
+would hold its own with one fewer (xLLM-service), since steps with chunks keep others' second tokens waiting. Where
+those come late in any case, because no token machine's step leaves them the time, it is lent as a mixed machine is
+used: so that a split which does not fit the targets costs little until it is changed.
 
 One pass over the machines, since a choice is made for each request.
 """
@@ -18,6 +20,9 @@ from poolwright.core.machine import Machine
 from poolwright.core.pricing import HANDOFF_SECONDS, STEP_MARGIN, MachinePrices, split_step_seconds
 from poolwright.core.routes import IDLE, Choice, Load, Route, RoutingRequest, Targets
 from poolwright_protocol.roles import Role
+
+# Of each step, what an engine keeps for the prompt that came first (`scheduling.batching`).
+_SHARE_OF_FIRST = 0.25
 
 
 def choose_priced(
@@ -32,6 +37,7 @@ def choose_priced(
     packed_seconds = most_seconds / STEP_MARGIN
     known: MachinePrices | None = None  # the last price list seen: machines mostly share one
     alone = kv_seconds = 0.0
+    late_pairs = targets.every_gap  # even where nobody else decodes
     prompts: list[tuple[float, float, str, Machine]] = []
     whole: list[tuple[Machine, Load]] = []
     tokens: list[tuple[float, str, Machine, Load]] = []
@@ -51,6 +57,7 @@ def choose_priced(
             known, alone = prices, prices.prefill_seconds(n)
             # Of this stream, half way through its answer.
             kv_seconds = (n + request.output_tokens / 2) * prices.profile.decode.kv_token_seconds
+            late_pairs = late_pairs and prices.decode_seconds(1, 0) + kv_seconds > most_seconds
         role = machine.role
         if role is Role.PROMPT:
             free_at = load.free_at
@@ -89,7 +96,7 @@ def choose_priced(
     whole_is_fine = whole_end <= deadline
 
     if not pair_is_fine and not whole_is_fine:
-        others = _to_spare(tokens, most_seconds)
+        others = _lendable(tokens, tbt) if late_pairs else _to_spare(tokens, most_seconds)
         # A prompt machine's steps are as large as its bound lets them be, and streams would feel it.
         others += [
             (m, loads[uid])
@@ -108,12 +115,19 @@ def choose_priced(
     ):
         return Choice(best_whole[2], None, Route.PREFIX if best_whole[2].uid in cached else Route.MIXED)
     if best_prompt is None:
-        return None  # mixed machines alone, and all of them full
+        # Mixed machines alone, and all of them full: the one that is soonest done with what it has.
+        best_whole = _best_whole(request, whole, now, targets, needs_room=False)
+        return Choice(best_whole[2], None, Route.MIXED) if best_whole else None
     if n - cached.get(token.uid, 0) <= request.local_prompt_tokens:
         local = _whole_end(request, token, loads[token.uid], now, targets)
         if local <= pair_end:
             return Choice(token, None, Route.SHORT_PROMPT)
     return Choice(token, best_prompt[3], Route.PREFIX if best_prompt[2] in cached else Route.SPLIT)
+
+
+def _lendable(tokens: Sequence[tuple[float, str, Machine, Load]], most_seconds: float) -> list[tuple[Machine, Load]]:
+    """Token machines within the target."""
+    return [(m, at) for step, _, m, at in tokens if m.role is Role.TOKEN and not at.lent and step <= most_seconds]
 
 
 def _to_spare(tokens: Sequence[tuple[float, str, Machine, Load]], most_seconds: float) -> list[tuple[Machine, Load]]:
@@ -130,14 +144,42 @@ def _to_spare(tokens: Sequence[tuple[float, str, Machine, Load]], most_seconds: 
 
 def whole_seconds(prices: MachinePrices, load: Load, prompt_tokens: int, cached_tokens: int, targets: Targets) -> float:
     """A prompt computed beside the streams of a machine, in chunks that keep their steps within the target."""
+    return prices.prefill_seconds(
+        prompt_tokens,
+        cached_tokens,
+        step_tokens=_chunk(prices, load, targets),
+        decodes=load.streams,
+        kv_tokens=load.context_tokens,
+    )
+
+
+def turn_seconds(prices: MachinePrices, load: Load, tokens: int, now: float, targets: Targets) -> float:
+    """From now until a prompt of so many tokens has the machine for itself. The engine computes shorter ones first,
+    beside a part of the one that came first."""
+    wait = max(0.0, load.free_at - now)
+    if not wait or not load.waiting or tokens >= load.waiting[-1][0]:
+        return wait
+    shorter, pairs = 0, 0.0
+    for waiting, with_others in load.waiting:
+        if waiting > tokens:
+            break
+        shorter += waiting
+        pairs += with_others
+    before = prices.queue_seconds(
+        shorter,
+        pairs,
+        step_tokens=_chunk(prices, load, targets),
+        decodes=load.streams,
+        kv_tokens=load.context_tokens,
+    )
+    return min(wait, before / (1 - _SHARE_OF_FIRST))
+
+
+def _chunk(prices: MachinePrices, load: Load, targets: Targets) -> int:
     chunk = prices.step_tokens
     if load.streams and targets.tbt_seconds < float("inf"):
         chunk = prices.chunk_within(targets.tbt_seconds, load.streams, load.context_tokens)
-    if load.prefill_bound is not None:
-        chunk = min(chunk, load.prefill_bound)
-    return prices.prefill_seconds(
-        prompt_tokens, cached_tokens, step_tokens=chunk, decodes=load.streams, kv_tokens=load.context_tokens
-    )
+    return chunk if load.prefill_bound is None else min(chunk, load.prefill_bound)
 
 
 def _whole_end(request: RoutingRequest, machine: Machine, load: Load, now: float, targets: Targets) -> float:
@@ -147,7 +189,11 @@ def _whole_end(request: RoutingRequest, machine: Machine, load: Load, now: float
 
 
 def _best_whole(
-    request: RoutingRequest, candidates: Sequence[tuple[Machine, Load]], now: float, targets: Targets
+    request: RoutingRequest,
+    candidates: Sequence[tuple[Machine, Load]],
+    now: float,
+    targets: Targets,
+    needs_room: bool = True,
 ) -> tuple[float, str, Machine] | None:
     """Of machines that would do both phases: which ends this prompt first, if its streams leave room for a chunk."""
     best: tuple[float, str, Machine] | None = None
@@ -155,13 +201,21 @@ def _best_whole(
     for machine, load in candidates:
         prices = load.prices
         free_at = load.free_at if load.free_at > now else now
-        if prices is None or (best is not None and free_at >= best[0]) or load.kv_free_tokens < most:
+        if prices is None or (best is not None and free_at >= best[0]):
             continue
-        if load.streams:
-            step = prices.profile.mixed.seconds(load.streams + 1 + prices.tile_tokens, load.context_tokens + most)
-            if step > targets.tbt_seconds:
-                continue
+        if needs_room and not _has_room(prices, load, most, targets):
+            continue
         end = _whole_end(request, machine, load, now, targets)
         if best is None or (end, machine.uid) < (best[0], best[1]):
             best = (end, machine.uid, machine)
     return best
+
+
+def _has_room(prices: MachinePrices, load: Load, tokens: float, targets: Targets) -> bool:
+    """For a stream that comes to so many tokens, and until then for its chunks."""
+    if load.kv_free_tokens < tokens:
+        return False
+    if not load.streams:
+        return True
+    step = prices.profile.mixed.seconds(load.streams + 1 + prices.tile_tokens, load.context_tokens + tokens)
+    return step * STEP_MARGIN <= targets.tbt_seconds

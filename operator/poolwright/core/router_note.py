@@ -21,13 +21,15 @@ _PROMPTS = ((64, 64), (512, 1024))
 
 @dataclass(frozen=True, slots=True)
 class RouterNote:
-    """Annotation `poolwright.dev/routing`. None: no such objective, no such bound."""
+    """Annotation `poolwright.dev/routing`. None: no such objective, no such bound. `relegates`: requests that would be
+    late in any case go behind all others."""
 
     profile: MachineProfile
     ttft_seconds: float | None = None
     tbt_seconds: float | None = None
     tbt_percentile: float | None = None
     max_prefill_tokens_per_step: int | None = None
+    relegates: bool = False
 
     def to_json(self) -> str:
         body: dict[str, Any] = {
@@ -36,6 +38,7 @@ class RouterNote:
             "tbtSeconds": self.tbt_seconds,
             "tbtPercentile": self.tbt_percentile,
             "maxPrefillTokensPerStep": self.max_prefill_tokens_per_step,
+            "relegates": self.relegates or None,
         }
         return json.dumps({key: value for key, value in body.items() if value is not None}, separators=(",", ":"))
 
@@ -48,6 +51,9 @@ class RouterNote:
         bound = raw.get("maxPrefillTokensPerStep")
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
             raise ValueError(f"maxPrefillTokensPerStep: expected a positive integer, not {bound!r}")
+        relegates = raw.get("relegates", False)
+        if not isinstance(relegates, bool):
+            raise ValueError(f"relegates: expected true or false, not {relegates!r}")
         try:
             profile = MachineProfile.from_json(raw.get("profile"))
         except ValueError as error:
@@ -58,6 +64,7 @@ class RouterNote:
             _positive(raw, "tbtSeconds", 1e9),
             _positive(raw, "tbtPercentile", 100.0),
             bound,
+            relegates,
         )
 
     def is_news_after(self, old: "RouterNote | None") -> bool:

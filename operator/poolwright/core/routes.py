@@ -36,7 +36,8 @@ class Load:
     `context_tokens` the KV of its streams half way through their answers, `kv_free_tokens` what its memory has left,
     `next_step_seconds` a decode step of its streams and one more without context, `bound_streams` those of its streams
     whose prompt is not computed yet; `prefill_bound` its `maxPrefillTokensPerStep`; `lent`: it works for the other
-    pool, as a mixed machine does.
+    pool, as a mixed machine does. `waiting`: tokens and pairs (see `MachineWork`) of prompts that wait there, the
+    shortest first.
     """
 
     prompt_tokens: int = 0  # of prompts sent there to be computed, first token not seen yet
@@ -52,6 +53,7 @@ class Load:
     bound_streams: int = 0
     prefill_bound: int | None = None
     lent: bool = False
+    waiting: tuple[tuple[int, float], ...] = ()
 
     @property
     def work_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 Owns when such a shift is made: above the band's upper edge, by at least the deadband, after two plans that agree (one
 where a phase is overloaded), and not out of a pool that a miss has just helped. A miss that is plain in the attainment
-overrides the forecast by one machine, chosen and tested as where nothing is priced.
+overrides the forecast by one machine, chosen and tested as where nothing is priced, unless the offered work would press
+clearly harder then.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,12 @@ from poolwright.core.board import Board
 from poolwright.core.candidates import may_go
 from poolwright.core.choice import Choice
 from poolwright.core.decision import Memory, ObjectiveReading, ObjectiveState, PlannedMove, Reason, Snapshot
-from poolwright.core.demand import RAISE, Demand, Pressure, Step
+from poolwright.core.demand import DEADBAND, RAISE, Demand, Step
 from poolwright.core.latency_plan import by_latency, unusable
 from poolwright.core.objective import Load
 from poolwright.core.reading import MetricsState
 from poolwright_protocol.roles import Role
 
-DEADBAND = 0.05  # of pressure: a shift must take away at least this much
 LEAST_ATTAINMENT = 0.9
 HELD_INTERVALS = 5
 OVERLOAD = 1.0
@@ -40,7 +40,7 @@ def by_work(
     plainly = [o for o in missed if o.share_under_target is None or o.share_under_target < LEAST_ATTAINMENT]
     if plainly:
         override = by_latency(board, snapshot, objectives, load)
-        if override.moves:
+        if override.moves and not any(makes_worse(demand, board, move) for move in override.moves):
             return override
     if not missed and any(o.state is ObjectiveState.INSUFFICIENT for o in objectives):
         return Choice(Reason.INSUFFICIENT_SAMPLES, "Too few samples in the window to judge")
@@ -52,7 +52,7 @@ def by_work(
         if hopeless:
             text = f"{' and '.join(hopeless)} cannot be met at any split: it is the service time alone"
             return Choice(Reason.INFEASIBLE, text)
-        return Choice(Reason.TARGETS_MET if not missed else Reason.SPLIT_FITS, f"The split holds {_pressed(now)}")
+        return Choice(Reason.TARGETS_MET if not missed else Reason.SPLIT_FITS, f"The split holds {now}")
     steps, best = demand.best(counts, max(1, most_moves))
     if snapshot.reading.state is MetricsState.PARTIAL:
         # An unseen router can hide load: no pure pool gives on its word.
@@ -60,10 +60,10 @@ def by_work(
     if not steps or best.most > now.most - DEADBAND:
         wanted = demand.machines_wanted(counts)
         if now.most >= OVERLOAD and wanted > 0:
-            text = f"No split of these machines holds the offered work, about {wanted:.1f} more would; {_pressed(now)}"
+            text = f"No split of these machines holds the offered work, about {wanted:.1f} more would; {now}"
             return Choice(Reason.OVERLOADED, text)
-        return Choice(Reason.SPLIT_FITS, f"No other split is better by more than the deadband: {_pressed(now)}")
-    message = f"the offered work presses {_pressed(now)}; after {len(steps)} move(s) {_pressed(best)}"
+        return Choice(Reason.SPLIT_FITS, f"No other split is better by more than the deadband: {now}")
+    message = f"the offered work presses {now}; after {len(steps)} move(s) {best}"
     return _shift(board, snapshot, demand, past, steps, message, at_once=now.most >= OVERLOAD)
 
 
@@ -106,5 +106,8 @@ def _shift(
     return Choice(Reason.NO_DONOR, f"No machine may be moved; {message}", asks=asks)
 
 
-def _pressed(pressure: Pressure) -> str:
-    return f"prompts {pressure.prompt:.2f}, tokens {pressure.token:.2f}"
+def makes_worse(demand: Demand, board: Board, move: PlannedMove) -> bool:
+    """Whether the offered work, by more than forecasts are believed, speaks against a move that something else asks
+    for."""
+    machine_class = next(m.machine_class for m in board.machines if m.uid == move.uid)
+    return demand.is_worse_after(board.counts_by_class(), (machine_class, move.from_role, move.to_role))

@@ -6,8 +6,9 @@ Retries happen only before the first event of an engine, on another machine, a b
 import asyncio
 import json
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,8 @@ import aiohttp
 from poolwright.core import routing
 from poolwright.core.ledger import Entry, Ledger
 from poolwright.core.machine import Machine
-from poolwright.core.routing import Choice, NoMachine, RoutingRequest, Targets
+from poolwright.core.relegation import Judged, Relegation
+from poolwright.core.routing import Choice, Load, NoMachine, RoutingRequest, Targets
 from poolwright.router import events, inference
 from poolwright.router.assemble import Assembly
 from poolwright.router.config import RouterConfig
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 CLIENT_LEFT = 499
 _BROKEN = 502
 _LOGGED = 200  # characters of a refusal
+_LOG_SECONDS = 60.0  # between two lines on requests that are relegated, of which there may be many
 _TAIL_SECONDS = 0.25  # between [DONE] and the end of an engine's response
 
 
@@ -83,6 +86,9 @@ class Exchanges:
         self._relay = relay
         self._clock = clock
         self._experience = Experience()
+        self._relegation = Relegation()
+        self._logged_at = -math.inf
+        metrics.relegation_threshold = self._threshold
         self._lifetimes: set[Lifetime] = set()
 
     def end_all(self) -> None:
@@ -143,17 +149,23 @@ class Exchanges:
         tried: set[str] = set()
         refusal: Answer | None = None
         reason = ""
+        judged: Judged | None = None
         for _ in range(self._config.max_attempts):
             wanted, targets = self._wanted(request, tried)
             now = self._clock()
-            choice = routing.choose(wanted, self._fleet.machines, self._ledger.loads(now), now, targets)
+            loads = self._ledger.loads(now)
+            choice = routing.choose(wanted, self._fleet.machines, loads, now, targets)
             if isinstance(choice, NoMachine):
                 reason = choice.reason
                 break
-            machine = choice.token
-            entry = self._ledger.begin(choice, wanted.prompt_tokens, now, output_tokens=wanted.output_tokens)
+            if judged is None:
+                judged = self._judge(wanted, loads, now, targets, choice, reply)
+            machine, relegated = choice.token, judged.reason is not None
+            entry = self._ledger.begin(
+                choice, wanted.prompt_tokens, now, output_tokens=wanted.output_tokens, relegated=relegated
+            )
             try:
-                return await self._attempt(path, request, headers, reply, waiting, choice, entry)
+                return await self._attempt(path, request, headers, reply, waiting, choice, entry, judged)
             except MachineFailed as failure:
                 self._ledger.failed(machine.uid, self._clock())
                 reason = str(failure)
@@ -163,6 +175,7 @@ class Exchanges:
             finally:
                 entry.close()
             tried.add(machine.uid)
+            judged.tried_again()
         if refusal is not None:
             return await reply.answer(refusal)
         raise self._unavailable(f"No machine can take the request: {reason}.")
@@ -179,6 +192,37 @@ class Exchanges:
         )
         return wanted, targets
 
+    def _judge(
+        self,
+        request: RoutingRequest,
+        loads: Mapping[str, Load],
+        now: float,
+        targets: Targets | None,
+        choice: Choice,
+        reply: Reply,
+    ) -> Judged:
+        """Whether it goes behind all others, for as long as this router has it."""
+        if targets is None or not self._fleet.relegates:
+            return Judged()
+        judged = self._relegation.judge(request, self._fleet.machines, loads, now, targets, choice)
+        if judged.reason is not None:
+            self._metrics.relegated[judged.reason] += 1
+            reply.say(names.HEADER_RELEGATED, judged.reason.value)
+            if now >= self._logged_at + _LOG_SECONDS:
+                self._logged_at = now
+                log.info(
+                    "Served a request behind all others, as others are counted for a minute: its first token would be "
+                    "late reason=%s predicted_seconds=%.2f target_seconds=%.2f",
+                    judged.reason.value,
+                    judged.predicted_seconds,
+                    targets.ttft_seconds,
+                )
+        return judged
+
+    def _threshold(self) -> float:
+        told = self._fleet.relegates and self._fleet.targets(1.0) is not None
+        return self._relegation.threshold(self._clock()) if told else math.inf
+
     async def _attempt(
         self,
         path: str,
@@ -188,15 +232,18 @@ class Exchanges:
         waiting: Waiting,
         choice: Choice,
         entry: Entry,
+        judged: Judged,
     ) -> int:
         """The code of the outcome. Raises MachineFailed or Refused while nothing has reached the client."""
+        if judged.reason is not None:
+            headers = {**headers, names.HEADER_RELEGATED: "1"}
         if choice.prompt is not None:
             headers = {**headers, names.HEADER_PROMPT_MACHINE: self._ticket(choice.prompt)}
         machine = choice.token
         response = await self._relay.open(machine, "POST", path, request.body, headers)
         try:
             self._ledger.answered(machine.uid)
-            meter = Meter(self._metrics, waiting, entry, request.prompt_tokens, request.choices)
+            meter = Meter(self._metrics, waiting, entry, judged, request.prompt_tokens, request.choices)
             if response.status != 200 or response.content_type != "text/event-stream":
                 answer = await self._relay.read(machine, response)
                 if answer.status == 200:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import cast
@@ -33,6 +34,11 @@ class Fleet:
         """What a request with an answer of this length is promised; None: routers were not told."""
         return Targets.of(self._note, output_tokens) if self._note else None
 
+    @property
+    def relegates(self) -> bool:
+        """Whether who would be late in any case is to be served behind all others."""
+        return self._note is not None and self._note.relegates
+
     async def follow(self) -> None:
         """Until cancelled."""
         while True:
@@ -55,7 +61,8 @@ class Fleet:
             if note is None:
                 self._ledger.price(uid, None)
             else:
-                self._ledger.price(uid, self._prices[note.profile], note.max_prefill_tokens_per_step)
+                gap = math.inf if note.tbt_seconds is None else note.tbt_seconds
+                self._ledger.price(uid, self._prices[note.profile], note.max_prefill_tokens_per_step, gap)
         known = next((note for note in notes.values() if note is not None), None)
         if (known is None) is not (self._note is None):
             log.info("Prices of work are %s", "known" if known is not None else "not known any more")

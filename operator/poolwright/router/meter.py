@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from poolwright.core.ledger import Entry
+from poolwright.core.relegation import Judged
 from poolwright.router.metrics import RouterMetrics, Waiting
 
 
@@ -17,10 +18,19 @@ class _Stream:
 
 
 class Meter:
-    def __init__(self, metrics: RouterMetrics, waiting: Waiting, entry: Entry, estimate: int, choices: int) -> None:
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        waiting: Waiting,
+        entry: Entry,
+        judged: Judged,
+        estimate: int,
+        choices: int,
+    ) -> None:
         self._metrics = metrics
         self._waiting = waiting
         self._entry = entry
+        self._judged = judged
         self._estimate = estimate
         self._choices = choices
         self.prompt_tokens: int | None = None  # as the engine counts them
@@ -49,6 +59,7 @@ class Meter:
         if not self._waiting.answered:
             self._waiting.answered = True
             self._entry.first_token(now)
+            self._judged.first_token(now)
             metrics.ttft.observe(now - self._waiting.arrived)
             if self._choices == 1:
                 self._correct(usage)

@@ -3,6 +3,7 @@
 Every series exists at 0 from the start. TTFT, TBT, TPOT and second token are as the client saw them. Knows no HTTP.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from poolwright.core.admission import LATE_FIRST
 from poolwright_protocol import names
 from poolwright_protocol.buckets import LATENCY_BUCKETS_SECONDS
 
@@ -89,6 +91,8 @@ class RouterMetrics(Collector):
         self.tpot = Histogram()
         self.arrivals = 0
         self.requests = dict.fromkeys(_CODES, 0)
+        self.relegated = dict.fromkeys(sorted(LATE_FIRST), 0)
+        self.relegation_threshold: Callable[[], float] = lambda: math.inf
         self.prompt_tokens = PromptTokens()
         self.output_tokens = 0
         self.in_flight: dict[Waiting, None] = {}  # in order of arrival
@@ -113,6 +117,13 @@ class RouterMetrics(Collector):
         yield self._counter(names.ROUTER_ARRIVALS, "Inference requests that arrived.", [({}, self.arrivals)])
         outcomes = [({"code": str(code)}, count) for code, count in self.requests.items()]
         yield self._counter(names.ROUTER_REQUESTS, "Inference requests that ended, by outcome.", outcomes)
+        relegated = [({"reason": reason.value}, count) for reason, count in self.relegated.items()]
+        yield self._counter(names.ROUTER_RELEGATED, "Inference requests served behind all others.", relegated)
+        yield self._gauge(
+            names.ROUTER_RELEGATION_THRESHOLD,
+            "By what a predicted TTFT is divided before it counts as late; +Inf: none does.",
+            self.relegation_threshold(),
+        )
         yield self._counter(names.ROUTER_PROMPT_TOKENS, "Prompt tokens offered.", [({}, self.prompt_tokens.total)])
         yield self._counter(names.ROUTER_OUTPUT_TOKENS, "Tokens sent to clients.", [({}, self.output_tokens)])
         yield self._gauge(names.ROUTER_IN_FLIGHT, "Inference requests in flight.", len(self.in_flight))

@@ -65,6 +65,7 @@ class Reply:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._name: list[tuple[bytes, bytes]] = []
+        self._said: list[tuple[bytes, bytes]] = []
         self.streaming = False  # the head of an event stream is out
         self.ended = False  # nothing more goes out
 
@@ -73,10 +74,15 @@ class Reply:
         if _REQUEST_ID in response.headers:
             self._name = [(_REQUEST_ID.encode(), response.headers[_REQUEST_ID].encode("latin-1"))]
 
+    def say(self, name: str, value: str) -> None:
+        """A header of the router's own, beside whatever this client gets."""
+        self._said.append((name.encode(), value.encode()))
+
     async def event_bytes(self, data: bytes) -> None:
         if not self.streaming:
             self.streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE, *self._name]})
+            headers = [*_SSE, *self._name, *self._said]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_events(self, last: bytes = b"") -> None:
@@ -86,7 +92,7 @@ class Reply:
 
     async def whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         self.ended = True
-        sized = [*(headers or [JSON, *self._name]), (b"content-length", b"%d" % len(body))]
+        sized = [*(headers or [JSON, *self._name]), *self._said, (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": status, "headers": sized})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 

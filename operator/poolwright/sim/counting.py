@@ -21,7 +21,7 @@ from poolwright.sim.request import Request
 from poolwright.sim.step_rules import cuts_prompts, seats, whole_prompt_budget
 from poolwright.sim.step_time import Chunk
 from poolwright_engine.scheduling.blocks import NEVER_WRITTEN, BlockPool
-from poolwright_engine.scheduling.budget import StepPredictor, StepWork, tokens_of_least_wait
+from poolwright_engine.scheduling.budget import StepPredictor, StepWork, prompts_of_least_wait
 from poolwright_engine.scheduling.scheduler_config import Batching, SchedulerConfig, TbtDeadlines
 from poolwright_protocol.kv import blocks_for
 
@@ -57,6 +57,7 @@ class CountingEngine:
 
         self._serial = 0
         self._waiting: list[Job] = []
+        self._relegated: list[Job] = []  # by arrival, those that ended meanwhile included
         self._line: list[Job] = []  # of those: who waits to be computed here
         self._line_tokens: list[int] = []  # by place in the line
         self._running: dict[Job, None] = {}  # by admission
@@ -84,6 +85,7 @@ class CountingEngine:
 
         self._unread: list[Plan] = []
         self._last_read = NEVER_WRITTEN
+        self._in_run = False  # of steps of which each has the next behind it, though that is no plan yet
         self._members: list[Job] = []  # of the static batch
         self.wake_at: float | None = None
 
@@ -110,6 +112,8 @@ class CountingEngine:
     def enter(self, job: Job) -> None:
         job.serial = self._serial
         self._serial += 1
+        if job.priority:
+            bisect.insort(self._relegated, job, key=_arrival)
         self._queue(job)
 
     ask_memory = enter
@@ -156,10 +160,13 @@ class CountingEngine:
 
     def compose(self, number: int, now: float) -> Plan | None:
         rules = self._rules
+        self._in_run = False
         plan = Plan(number)
         self.wake_at = None
         self._has_preempted = False
         self._admitted = []
+        while self._relegated and self._relegated[0].arrival + rules.relegated_seconds <= now:
+            self._return_to_rank(self._relegated.pop(0))
         if self._prefilling or self._waiting:
             self._tokens_left = self._budget(now)
             bound = rules.max_prefill_tokens
@@ -237,6 +244,7 @@ class CountingEngine:
             or self._is_short
             or len(self._unread) != 1
         ):
+            self._in_run = False
             return 1
         ends = self._ends
         while ends[0][2] != ends[0][3].epoch:
@@ -245,6 +253,7 @@ class CountingEngine:
         most = (self._free // len(self._active)) * self._block  # each takes at most one block in as many steps
         if steps > most:
             steps = most
+        self._in_run = steps > 1
         return steps if steps > 1 else 1
 
     def advance(self, plan: Plan, steps: int, now: float, seconds: float) -> None:
@@ -317,14 +326,15 @@ class CountingEngine:
                 self._compute(plan, first, tokens)
             self._settle(prompts)
             return
+        reserved = min(first.remaining, -(-room // _SHARE_OF_FIRST))
+        order = sorted((not _is_resumed(p), p.job.priority, p.remaining, place) for place, p in enumerate(prompts))
         overhead = self._predictor.overhead_tokens
         if self._rules.quick_first_tokens and overhead is not None:
-            waiting = sum(prompt.remaining for prompt in prompts)
-            room = min(room, tokens_of_least_wait(overhead, waiting, self._rules.tile_tokens))
-        reserved = min(first.remaining, -(-room // _SHARE_OF_FIRST))
+            remaining = [tokens for _, _, tokens, _ in order]
+            soon = sum(remaining[: prompts_of_least_wait(overhead, remaining)])
+            room = min(room, max(soon, reserved) if order[0][3] == 0 else soon + reserved)
         left = room - reserved
         shares = [0] * len(prompts)
-        order = sorted((not _is_resumed(p), p.job.priority, p.remaining, place) for place, p in enumerate(prompts))
         for *_, place in order:
             if place and left < 1:
                 continue
@@ -537,14 +547,8 @@ class CountingEngine:
             if job.epoch == epoch:  # else it was put aside meanwhile
                 ending.append(job)
         crossing = self._crossing[step % self._block]
-        vllm = self._rules.batching is Batching.VLLM
-        needed = len(crossing)
-        for job in ending:
-            if job.last_crosses:
-                if job.cross_class < 0:
-                    needed += not vllm
-                else:
-                    needed -= vllm
+        # A last token is no input, and its KV is never written.
+        needed = len(crossing) - sum(job.last_crosses and job.cross_class >= 0 for job in ending)
         joining: list[tuple[Job, int]] = []
         for job in self._ready:
             extra = blocks_for(min(job.computed + 2, job.limit - 1), self._block) - job.blocks
@@ -563,14 +567,9 @@ class CountingEngine:
             self._free -= needed
         else:
             for job in crossing:
-                if not (vllm and job.last_crosses and job.ends_at == step):
+                if not (job.last_crosses and job.ends_at == step):
                     job.table.append(self._pool.allocate_one())
         self._steps = step
-        for job in ending:
-            if job.last_crosses and job.cross_class < 0 and not vllm:
-                job.blocks += 1
-                if self._pool is not None:
-                    job.table.append(self._pool.allocate_one())
         for job, extra in joining:
             if extra:
                 job.blocks += extra
@@ -646,7 +645,7 @@ class CountingEngine:
         blocks = job.blocks
         if job.cross_class >= 0:
             until = self._steps
-            if self._rules.batching is Batching.VLLM and job.last_crosses and job.ends_at == until:
+            if job.last_crosses and job.ends_at == until:
                 until -= 1
             blocks += (until - job.cross_class) // self._block - (job.join_at - job.cross_class) // self._block
         return blocks
@@ -703,7 +702,7 @@ class CountingEngine:
         if widens:
             if start < job.blocks * block - 1:
                 return True
-            if self._free:
+            if self._free and start + 2 < job.limit:
                 self._take(job, 1)
                 return True
         needed = blocks_for(start + 1, block) - job.blocks
@@ -798,7 +797,7 @@ class CountingEngine:
         if job.ungranted:
             job.ungranted = False
             self._ungranted_blocks -= job.blocks
-        fence = self._unread[-1].number if self._unread else NEVER_WRITTEN
+        fence = self._unread[-1].number + self._in_run if self._unread else NEVER_WRITTEN
         if self._pool is not None:
             self._pool.free(job.table, fence)
             self._free = self._pool.num_free
@@ -855,6 +854,14 @@ class CountingEngine:
             place = bisect.bisect(self._line, job.wait_key, key=_wait_key)
             self._line.insert(place, job)
             self._line_tokens.insert(place, job.remaining)
+
+    def _return_to_rank(self, job: Job) -> None:
+        waits = job in self._waiting
+        if waits:
+            self._unqueue(job)
+        job.priority = 0
+        if waits:
+            self._queue(job)
 
     def _unqueue(self, job: Job) -> None:
         self._waiting.remove(job)
@@ -963,3 +970,7 @@ def _work(plan: Plan) -> StepWork:
     tokens = plan.decodes + sum(chunk.tokens for chunk in plan.chunks)
     kv_tokens = plan.context + sum(chunk.start + chunk.tokens for chunk in plan.chunks)
     return StepWork(tokens, kv_tokens, bool(plan.chunks))
+
+
+def _arrival(job: Job) -> float:
+    return job.arrival

@@ -88,6 +88,7 @@ class ExactEngine:
             tbt_target_seconds=rules.tbt_target_seconds,
             tbt_deadlines=rules.tbt_deadlines,
             quick_first_tokens=rules.quick_first_tokens,
+            relegated_seconds=rules.relegated_seconds,
             tile_tokens=rules.tile_tokens,
         )
 
@@ -147,18 +148,19 @@ class ExactEngine:
             return None
         plan = Plan(number)
         chunked: set[Sequence] = set()
-        for row, sequence in zip(decision.step.rows, decision.computing, strict=True):
+        step = decision.step
+        for start, row, sequence in zip(step.starts, step.rows, decision.computing, strict=True):
             job = jobs[sequence]
             if job.prefilling:
-                plan.chunks.append(Chunk(row.start, row.length))
+                plan.chunks.append(Chunk(start, row.length))
                 plan.chunk_jobs.append(job)
                 chunked.add(sequence)
                 job.cached = sequence.num_cached or 0
                 job.prefilling = not row.samples
             else:
                 plan.decodes += 1
-                plan.context += row.start + 1
-        self._steps[number] = decision.step, decision.computing, chunked
+                plan.context += start + 1
+        self._steps[number] = step, decision.computing, chunked
         return plan
 
     def read(self, plan: Plan, now: float) -> None:
@@ -226,7 +228,7 @@ class ExactEngine:
         request = job.request
         params = SamplingParams(job.limit - request.prompt_tokens, temperature=0.0, ignore_eos=True)
         asked = EngineRequest(
-            f"{request.number}", (_TOKEN,) * request.prompt_tokens, params, job.arrival, priority=job.priority
+            f"{request.number}", (_TOKEN,) * request.prompt_tokens, params, job.arrival, relegated=job.priority > 0
         )
         sequence = Sequence(asked, for_peer=job.part is Part.PROMPT)
         if job.part is Part.ANSWER:

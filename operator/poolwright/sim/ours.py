@@ -17,6 +17,7 @@ from poolwright.core.ledger import Entry, Ledger, ReturnRule
 from poolwright.core.machine import Machine, Move
 from poolwright.core.pricing import MachinePrices
 from poolwright.core.reading import LiveReading
+from poolwright.core.relegation import Judged, Relegation
 from poolwright.core.routes import every_gap_counts
 from poolwright.core.routing import NoMachine, RoutingRequest, Targets, choose
 from poolwright.core.spec import MachineClass, Metric, Objective, PolicySpec
@@ -63,7 +64,8 @@ class Options:
     live: bool = True
     affinity: bool = True
     slack_budget: bool = True
-    relegate: bool = False
+    relegate: bool = True
+    relegated_seconds: float = 120.0
     quick_first_tokens: bool = False
     planned_start: bool = True
 
@@ -148,6 +150,7 @@ def _rules(setting: Setting, options: Options) -> EngineRules:
         token_budget=None if options.slack_budget else options.step_tokens,
         tbt_target_seconds=setting.slo.tbt_seconds,
         tbt_deadlines=deadlines_of(setting),
+        relegated_seconds=options.relegated_seconds,
         quick_first_tokens=options.quick_first_tokens,
         most_tokens=options.step_tokens,
         max_sequences=options.max_sequences,
@@ -174,6 +177,8 @@ class _Control:
     ledger: Ledger = field(init=False)
     memory: Memory = field(default_factory=Memory)
     tally: Tally = field(default_factory=Tally)
+    relegation: Relegation = field(default_factory=Relegation)
+    judged: dict[int, Judged] = field(default_factory=dict)
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     entries: dict[int, Entry] = field(default_factory=dict)
     bounds: dict[str, int] = field(default_factory=dict)
@@ -203,15 +208,17 @@ class _Control:
         )
         loads = self.ledger.loads(now)
         relegated = False
-        if self.prices and (self.options.relegate or self.options.admission):
-            may_refuse = self.options.admission
-            admission, self.tally = admit(request, machines, loads, now, targets, self.tally, may_refuse=may_refuse)
+        if self.prices and self.options.admission:
+            admission, self.tally = admit(request, machines, loads, now, targets, self.tally)
             if admission.verdict is Verdict.REJECT:
                 return Refusal(admission.reason.value, admission.retry_after_seconds)
             relegated = admission.verdict is Verdict.RELEGATE
         choice = choose(request, machines, loads, now, targets if self.prices else None)
         if isinstance(choice, NoMachine):
             return Refusal(choice.reason)
+        if self.prices and self.options.relegate and not self.options.admission:
+            judged = self.judged[arrival.number] = self.relegation.judge(request, machines, loads, now, targets, choice)
+            relegated = judged.reason is not None
         prompt = choice.prompt or choice.token
         cached = request.cached_tokens.get(prompt.uid, 0)
         stale = self.entries.pop(arrival.number, None)  # of an attempt that was lost with its machine
@@ -228,6 +235,9 @@ class _Control:
 
     def first_token(self, now: float, number: int) -> None:
         self.entries[number].first_token(now)
+        judged = self.judged.pop(number, None)
+        if judged is not None:
+            judged.first_token(now)
 
     def finished(self, now: float, number: int) -> None:
         self.entries.pop(number).close()
@@ -317,7 +327,8 @@ class _Control:
 
     def _price(self, uid: str) -> None:
         place = self.seen[uid].view
-        self.ledger.price(uid, self.prices.get(place.model.name), self.bounds.get(uid))
+        prices = self.prices.get(place.model.name)
+        self.ledger.price(uid, prices, self.bounds.get(uid), self.setting.slo.tbt_seconds)
 
 
 def _is_same(a: MachineView, b: MachineView) -> bool:

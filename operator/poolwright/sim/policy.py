@@ -26,6 +26,7 @@ class EngineRules:
     tbt_target_seconds: float | None = None
     tbt_deadlines: TbtDeadlines = TbtDeadlines.CUMULATIVE
     quick_first_tokens: bool = False
+    relegated_seconds: float = 120.0
     most_tokens: int = 8192
     max_sequences: int = 256
     tile_tokens: int = 64

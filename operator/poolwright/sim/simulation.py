@@ -389,6 +389,7 @@ class _Simulation:
         job, machine = flight.prompt, flight.prompt_machine
         flight.prompt = None
         if job is not None and machine is not None and machine.jobs.pop(job, 0) is None and machine.ready:
+            machine.settle(now)  # what it writes yet ends with the steps under way now
             machine.engine.release(job)
             machine.touch(now)
 
@@ -405,6 +406,7 @@ class _Simulation:
             )
         del old.jobs[job]
         if not job.ended:
+            old.settle(now)  # what it writes yet ends with the steps under way now
             old.engine.release(job)
             self._put(now, self._poke, old)
         self._bind(old, flight, -1)
@@ -464,6 +466,7 @@ class _Simulation:
                 self._bind(machine, flight, -1)
             machine.jobs.pop(job, None)
             if not job.ended:  # its first token was its last
+                machine.settle(now)  # what it writes yet ends with the steps under way now
                 machine.engine.release(job)
                 self._put(now, self._poke, machine)
         if flight.prompt is not None:

@@ -30,24 +30,29 @@ def test_a_light_load_is_served_within_its_targets() -> None:
 
 
 def test_the_first_split_follows_the_expected_load() -> None:
-    prompts = first_roles(world(8, 4, prompt=3000, output=10), Options()).count(Role.PROMPT)
-    answers = first_roles(world(8, 4, prompt=100, output=800), Options()).count(Role.PROMPT)
+    """Where a tenth of the gaps may be late. Where nearly none may, all machines do both, if that holds the load."""
+    often = Slo(4.0, 0.2, tbt_percentile=90)
+    prompts, answers = (
+        first_roles(replace(world(8, 4, *lengths), slo=often), Options()).count(Role.PROMPT)
+        for lengths in ((3000, 40), (100, 800))
+    )
     assert prompts > answers
+    assert set(first_roles(world(8, 1, 3000, 40), Options())) == {Role.MIXED}
 
 
-def test_a_wrong_split_is_put_right() -> None:
+def test_a_wrong_split_is_put_right_and_costs_little_until_then() -> None:
     setting = world(6, 4)
     wrong = [Role.TOKEN] * 5 + [Role.PROMPT]
     given = poisson_trace(5 * 240, 5, prompt_tokens=1500, output_tokens=15)
     quick = Options(interval_seconds=20.0, metrics_window_seconds=20.0, dwell_seconds=10.0, window_seconds=60.0)
-    moving, still = (
+    moving, still, unpriced = (
         simulate(replace(ours(options), first_roles=lambda _: wrong), given, setting)
-        for options in (quick, replace(quick, moves=False))
+        for options in (quick, replace(quick, moves=False), replace(quick, moves=False, priced=False))
     )
     assert moving.moves >= 1
     assert still.moves == 0
-    late, late_still = (1 - measure(outcome, setting.slo).attainment for outcome in (moving, still))
-    assert late <= late_still / 2
+    late, late_still, late_unpriced = (1 - measure(o, setting.slo).attainment for o in (moving, still, unpriced))
+    assert max(late, late_still) <= late_unpriced / 2
     assert all(interval.role in Role for interval in moving.intervals)
 
 
@@ -89,7 +94,7 @@ def test_admission_is_its_own_switch() -> None:
     assert max(served) < max(everyone)
 
 
-@pytest.mark.parametrize("part", ["moves", "priced", "live", "affinity", "slack_budget", "planned_start"])
+@pytest.mark.parametrize("part", ["moves", "priced", "live", "affinity", "slack_budget", "planned_start", "relegate"])
 def test_each_part_can_be_off(part: str) -> None:
     setting = world(4, 2)
     outcome = simulate(ours(replace(Options(), **{part: False})), poisson_trace(60, 2), setting)

@@ -22,7 +22,8 @@ _SHARE_OF_FIRST = 4  # one in
 class Sarathi:
     def fill(self, scheduler: "Scheduler", batch: "Batch") -> None:
         scheduler.decode_running(batch)
-        prompts = [*scheduler.prompts_in_flight(), *scheduler.candidates(batch)]
+        all_decode = batch.num_decodes == len(scheduler.running)
+        prompts = [*(() if all_decode else scheduler.prompts_in_flight()), *scheduler.candidates(batch)]
         for prompt, tokens in self._shares(scheduler, batch, prompts):
             scheduler.compute(batch, prompt, tokens)
 
@@ -30,16 +31,20 @@ class Sarathi:
         """In line; those who get nothing are left out."""
         if not prompts:
             return []
-        room, first = scheduler.room_for(batch, prompts), prompts[0]
-        reserved = min(first.remaining, -(-room // _SHARE_OF_FIRST)) if len(prompts) > 1 else 0
-        left = room - reserved
-        shares: dict[int, int] = {}
 
         def turn(entry: tuple[int, "Prompt"]) -> tuple[bool, tuple[bool, int], int]:
             prompt = entry[1]
             return not prompt.is_resumed, scheduler.rank(prompt.sequence), prompt.remaining
 
-        for place, prompt in sorted(enumerate(prompts), key=turn):
+        turns = sorted(enumerate(prompts), key=turn)
+        room, first = batch.room_for_prefill, prompts[0]
+        reserved = min(first.remaining, -(-room // _SHARE_OF_FIRST)) if len(prompts) > 1 else 0
+        soon = scheduler.tokens_soon([prompt for _, prompt in turns])
+        if soon is not None:
+            room = min(room, max(soon, reserved) if turns[0][0] == 0 else soon + reserved)
+        left = room - reserved
+        shares: dict[int, int] = {}
+        for place, prompt in turns:
             own = reserved if place == 0 else 0
             tokens = scheduler.piece(batch, prompt, left + own)
             if place and tokens < min(prompt.remaining, scheduler.blocks.block_size):

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 class Vllm:
     def fill(self, scheduler: "Scheduler", batch: "Batch") -> None:
-        scheduled = scheduler.config.max_num_scheduled_tokens
-        if scheduled is not None:
-            batch.tokens_left = min(batch.tokens_left, scheduled)
         for sequence in tuple(scheduler.running):
             if sequence.slot < 0:
                 continue  # preempted for one before it
