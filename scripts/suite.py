@@ -79,10 +79,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def closing(outputs: Iterable[str], seconds: float) -> str:
-    """One line of what several sessions came to, as pytest writes that of one."""
+    """One line of what several sessions came to, as pytest writes that of one; one without an end is an error."""
     counts: Counter[str] = Counter()
     for output in outputs:
         found = _CLOSING.findall(output)
+        counts["error"] += not found  # a session that never came to its end has shown nothing
         for part in found[-1].split(", ") if found else ():
             number, _, kind = part.partition(" ")
             if number.isdecimal():

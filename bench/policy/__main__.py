@@ -6,7 +6,8 @@
     python -m bench.policy --ablation | --sensitivity        what parts of ours, and wrong beliefs, are worth
     python -m bench.policy --full --cell code-70b-n4         goodput by bisection, published policies tuned
 
-Every finished run is kept under --folder and not computed again until its inputs or its code change.
+Every finished run is kept under --folder and not computed again until its inputs or its code change. The exit code is 1
+where something attained more than the bound allows: then the bound, or the run, is wrong.
 """
 
 import argparse
@@ -189,7 +190,10 @@ def _compare(options: argparse.Namespace, chosen: Mapping[str, Cell], known: Kno
         from bench.policy import page
 
         page.write(found, _spent(found, crew))
-    return _end(crew)
+    faults = [f"{judged.cell.name}: {fault}" for judged in found for fault in judged.faults]
+    for fault in faults:
+        print(f"WRONG: {fault}", file=sys.stderr)
+    return _end(crew) or (1 if faults else 0)
 
 
 def _goodputs(chosen: Mapping[str, Cell], known: Known, effort: Effort) -> dict[str, object]:

@@ -87,9 +87,9 @@ def _share(value: float | None) -> str:
 
 
 def summary_lines(found: Sequence[Judged]) -> list[str]:
-    short = [judged for judged in found if not judged.verdict.startswith("at least")]
+    short = [judged for judged in found if judged.verdict != "at least as good as all"]
     claims = [claim for judged in found for claim in judged.claims]
-    said = [f"{len(found) - len(short)} of {len(found)} cells: at least as good as all that was drawn"]
+    said = [f"{len(found) - len(short)} of {len(found)} cells: at least as good as all"]
     said += [f"  {judged.cell.name}: {judged.verdict}" for judged in short]
     for name in dict.fromkeys(claim.name for claim in claims):
         own = [claim for claim in claims if claim.name == name]

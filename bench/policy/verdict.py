@@ -100,7 +100,7 @@ class Judged:
         open_ = [row for row in self.rows[1:] if row.standing is Standing.OPEN]
         said = [f"not drawn yet: {len(open_)}"] if open_ else []
         if not short:
-            return "; ".join(["at least as good as all", *said])
+            return "; ".join(["at least as good as all" + (" that was drawn" if open_ else ""), *said])
         worst = min(short, key=lambda row: row.difference.mean if row.difference else 0.0)
         assert worst.difference is not None
         behind = f"short of {worst.policy} by {-worst.difference.mean:.3f}{_interval(worst.difference)}: {worst.why}"

@@ -32,7 +32,15 @@ def test_the_closing_line_counts_every_session() -> None:
     assert suite.closing([FIRST], 62.2).strip("=") == " 3 failed, 10 passed, 1 skipped in 62.20s (0:01:02) "
     assert suite.closing([FIRST, QUIET, NOTHING], 1).strip("=") == " 5 failed, 13 passed, 1 skipped in 1.00s (0:00:01) "
     assert suite.closing([QUIET.replace(", 2 errors", "")], 1).strip("=") == " 3 passed in 1.00s (0:00:01) "
-    assert suite.closing([NOTHING, "killed"], 0).strip("=") == " no tests ran in 0.00s (0:00:00) "
+    assert suite.closing([NOTHING, NOTHING], 0).strip("=") == " no tests ran in 0.00s (0:00:00) "
+
+
+def test_a_session_without_an_end_is_no_success() -> None:
+    finished = QUIET.replace(", 2 errors", "")
+    assert (
+        suite.closing([finished, "tests/unit/test_x.py ...."], 1).strip("=")
+        == " 1 failed, 3 passed in 1.00s (0:00:01) "
+    )
 
 
 @pytest.mark.parametrize(

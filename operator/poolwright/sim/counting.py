@@ -591,6 +591,9 @@ class CountingEngine:
         plan.context = self._context
         self._last_decode_number = plan.number
         self._tokens_left -= plan.decodes
+        if len(ending) > 1:  # who ends first lets go of its blocks first
+            places = {job: place for place, job in enumerate(self._running)}
+            ending.sort(key=places.__getitem__)
         for job in joining:
             if not job.logged:
                 job.logged = True

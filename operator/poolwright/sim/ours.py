@@ -39,7 +39,7 @@ from poolwright.sim.step_fit import prices
 from poolwright_engine.scheduling.scheduler_config import TbtDeadlines
 from poolwright_protocol.roles import Role
 
-SOURCE = "Poolwright's own core: what its routers and its controller run"
+SOURCE = "Poolwright's own core, with live readings and prefixes, which no deployed pool tells it yet"
 
 
 @dataclass(frozen=True, slots=True)
