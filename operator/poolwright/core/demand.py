@@ -105,13 +105,19 @@ class Demand:
     def worth(self, machine_class: str) -> Worth:
         return self._worths[machine_class]
 
-    def pressure(self, counts: ByClass) -> Pressure:
-        prompt = token = mixed_prompt = mixed_token = 0.0
-        prompts = tokens = mixed = 0
+    def _placed(self, counts: ByClass) -> Iterator[tuple[Worth, Role, int]]:
+        """The machines there are, of classes whose worth is known."""
         for (name, role), count in counts.items():
             worth = self._worths.get(name)
-            if worth is None or count <= 0:
-                continue
+            if worth is not None and count > 0:
+                yield worth, role, count
+
+    def pressure(self, counts: ByClass) -> Pressure:
+        if self._late_pairs:
+            return self._with_late_pairs(counts)
+        prompt = token = mixed_prompt = mixed_token = 0.0
+        prompts = tokens = mixed = 0
+        for worth, role, count in self._placed(counts):
             if role is Role.PROMPT:
                 prompt += count * worth.prompt
                 prompts += count
@@ -122,8 +128,6 @@ class Demand:
                 mixed_prompt += count * worth.mixed_prompt
                 mixed_token += count * worth.mixed_token
                 mixed += count
-        if self._late_pairs:
-            return self._with_late_pairs(counts)
         if self._whole_on_mixed:
             # Of mixed machines' time, prompts take what they take; `share` is of all requests.
             both = _inverse(mixed_prompt) + _inverse(mixed_token)
@@ -173,10 +177,7 @@ class Demand:
         """As many requests as fit whole on the machines that decode, and of the rest the prompts on prompt machines."""
         prompt = host_prompt = host_token = answers = 0.0
         prompts = hosts = takers = 0
-        for (name, role), count in counts.items():
-            worth = self._worths.get(name)
-            if worth is None or count <= 0:
-                continue
+        for worth, role, count in self._placed(counts):
             if role is Role.PROMPT:
                 prompt += count * worth.prompt
                 prompts += count
