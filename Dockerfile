@@ -1,12 +1,15 @@
 # Two images from one file:
 #   control-plane: operator, router and command line; no PyTorch in it
 #   engine: the bundled engine
+# BUILD_IMAGE needs Python 3.11 with venv and a C compiler: without one, or without libraries in
+# engine_image/poolwright_engine/native/compiled, the engine computes by PyTorch's operations and is slower on a CPU.
 # BASE_IMAGE needs Python 3.11 with venv. PIP_ARGS may point pip at a wheelhouse (`--no-index --find-links /wheels`).
 # SOURCE_DATE_EPOCH: compiled modules are checked by hash, so that they stay valid whatever time the files of a layer get.
 # ENGINE_LOCKS="engine.txt" leaves CUDA libraries out where the wheelhouse holds a CPU build of PyTorch.
 ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
+ARG BUILD_IMAGE=docker.io/library/python:3.11-bookworm
 
-FROM ${BASE_IMAGE} AS build
+FROM ${BUILD_IMAGE} AS build
 ARG PIP_ARGS=""
 WORKDIR /build
 COPY locks/build.txt locks/build.txt
@@ -18,6 +21,9 @@ COPY engine_image engine_image
 COPY kernels kernels
 COPY examples examples
 COPY bench/data bench/data
+RUN if command -v cc > /dev/null; then \
+      cd engine_image && python3 -m poolwright_engine.native.library poolwright_engine/native/compiled; \
+    fi
 RUN /build/venv/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist .
 
 FROM ${BASE_IMAGE} AS control-plane

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from poolwright_engine.checkpoint.loader import LoadedModel, load_model
+from poolwright_engine.native.library import CpuOperations
 from support.gguf_writer import write_gguf
 from support.parity import (
     TIE,
@@ -76,6 +77,15 @@ def test_logits_of_a_checkpoint_are_transformers(tiny: tuple[LoadedModel, list[E
     for expected in answers:
         found = forced_logits(loaded, expected, chunk, block_size=16)
         assert (found - expected.logits).abs().max() < TIE
+
+
+def test_logits_by_pytorchs_operations_are_the_same(tiny: tuple[LoadedModel, list[Expected]]) -> None:
+    """The others compute by C operations where this machine has a compiler."""
+    loaded, answers = tiny
+    by_torch = load_model(loaded.path, cpu_operations=CpuOperations.TORCH)
+    for expected in answers:
+        for chunk in (1, 33):
+            assert (forced_logits(by_torch, expected, chunk, block_size=16) - expected.logits).abs().max() < TIE
 
 
 @pytest.mark.parametrize(("chunk", "block_size"), [(1, 16), (7, 4), (16, 16), (33, 1), (64, 32), (10_000, 8)])

@@ -11,6 +11,7 @@ from poolwright_engine.checkpoint.loader import load_model
 from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_engine.model.linear import Quantization, quantized
 from poolwright_engine.model.llama import KVCache
+from poolwright_engine.native.library import CpuOperations
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -28,7 +29,7 @@ because the current that had plagued the engineer was the same one that had kept
 
 def log_probabilities(path: Path, quantization: Quantization | None) -> tuple[Tensor, Tensor]:
     """Of the text's tokens after the first, (tokens, vocabulary); and those tokens."""
-    make = None if quantization is None else functools.partial(quantized, quantization)
+    make = None if quantization is None else functools.partial(quantized, quantization, CpuOperations.AUTO)
     loaded = load_model(path, "float32", make_linear=make)
     ids = torch.tensor(loaded.tokenizer.encode(TEXT))
     blocks = list(range(1, len(ids) // 16 + 2))

@@ -48,9 +48,19 @@ def project_images() -> ProjectImages:
         raise Unavailable(f"building images without Docker needs root; this is user {os.getuid()}")
     packages.ensure(packages.IMAGES)
     base, wheels = base_image(), wheelhouse()
+    _compile_operations()
     tag = digest("images 2", base.name, wheels.name, *_context())
     doing = "building the project's images, 2 min the first time"
     return ProjectImages(tag, build_once("images", tag, doing, lambda f: _build(f, tag, base, wheels), kept_versions=1))
+
+
+def _compile_operations() -> None:
+    """The engine's C operations, here: the base image has no compiler, as few have."""
+    if shutil.which("cc") is None:
+        say("no C compiler: the engine's image computes by PyTorch's operations")
+        return
+    folder = ROOT / "engine_image" / "poolwright_engine" / "native" / "compiled"
+    _run([sys.executable, "-m", "poolwright_engine.native.library", str(folder)])
 
 
 def base_image() -> Path:
@@ -186,6 +196,7 @@ def _build(folder: Path, tag: str, base: Path, wheels: Path) -> None:
                 f"--tag={name}",
             ),
             *(f"--volume={wheels}:/wheels:ro", f"--build-arg=BASE_IMAGE={base_name}"),
+            f"--build-arg=BUILD_IMAGE={base_name}",
             *("--build-arg=PIP_ARGS=--no-index --find-links /wheels", f"--build-arg=ENGINE_LOCKS={engine_locks}"),
             f"--file={ROOT / 'Dockerfile'}",
             str(ROOT),

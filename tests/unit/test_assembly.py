@@ -47,7 +47,7 @@ ELSEWHERE = {
     # Where the model comes from, how it is computed, and how large the cache is: what `load` made of them is in Parts.
     *("model", "revision", "download_dir", "chat_template", "device", "dtype", "quantization", "batch_invariant"),
     *("enforce_eager", "max_model_len", "block_size", "kv_cache_dtype", "kv_cache_mebibytes", "gpu_memory_utilization"),
-    *("swap_space_gibibytes", "step_profile", "cpu_threads", "cpu_duty_percent", "cpu_linear_form"),
+    *("swap_space_gibibytes", "step_profile", "cpu_threads", "cpu_duty_percent", "cpu_linear_form", "cpu_operations"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     # What requests and clients meet.
     *("served_model_names", "seed", "generation_config", "override_generation_config", "host", "port", "admin_port"),

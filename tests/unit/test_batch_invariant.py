@@ -12,6 +12,7 @@ from poolwright_engine.checkpoint.loader import load_model
 from poolwright_engine.model.batch_invariant import BatchInvariantModel
 from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_engine.model.llama import KVCache, LlamaModel
+from poolwright_engine.native.library import CpuOperations
 from support.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -55,18 +56,22 @@ def logits_of(model: LlamaModel, cuts: Sequence[int], neighbour: int, blocks: Se
     return torch.cat(logits)
 
 
+@pytest.mark.parametrize("computing", [CpuOperations.AUTO, CpuOperations.TORCH])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 2600, "num_hidden_layers": 1}])
-def test_a_tokens_logits_are_the_same_bits_in_any_step(tmp_path: Path, dtype: str, sizes: dict[str, int]) -> None:
+def test_a_tokens_logits_are_the_same_bits_in_any_step(
+    tmp_path: Path, dtype: str, sizes: dict[str, int], computing: CpuOperations
+) -> None:
     """Also where element-wise functions are wide enough to be split between threads; blocks in a run and scattered."""
-    loaded = load_model(write_tiny_llama(tmp_path / "tiny", **sizes), dtype)
-    model = BatchInvariantModel(loaded.config, loaded.model.weights)
+    path = write_tiny_llama(tmp_path / "tiny", **sizes)
+    model = load_model(path, dtype, cpu_operations=computing, batch_invariant=True).model
+    assert isinstance(model, BatchInvariantModel)
     run, scattered = tuple(range(32, 46)), (47, *range(32, 45))
     expected = logits_of(model, *WAYS["again"], run)
     assert expected.isfinite().all()
     different = [name for name, way in WAYS.items() if not torch.equal(logits_of(model, *way, scattered), expected)]
     assert different == []
-    plain = logits_of(loaded.model, *WAYS["again"], run)
+    plain = logits_of(load_model(path, dtype).model, *WAYS["again"], run)
     assert (plain - expected).abs().max() < (0.5 if dtype == "bfloat16" else 1e-3)
 
 
@@ -80,8 +85,7 @@ def test_threads_that_share_an_operation_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_a_real_model_in_bfloat16_is_invariant(smollm2_path: Path) -> None:
-    loaded = load_model(smollm2_path, "bfloat16")
-    model = BatchInvariantModel(loaded.config, loaded.model.weights)
+    model = load_model(smollm2_path, "bfloat16", batch_invariant=True).model
     expected = logits_of(model, *WAYS["again"], range(32, 46))
     assert torch.equal(logits_of(model, (0, 7, 41, 42, 43, 44, TOKENS), 3, range(32, 46)), expected)
 

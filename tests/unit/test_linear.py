@@ -28,6 +28,7 @@ from poolwright_engine.model.linear import (
     quantized,
     use_huge_pages,
 )
+from poolwright_engine.native.library import CpuOperations
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -168,12 +169,15 @@ def test_weights_that_were_made_in_groups_of_4_bits_come_back_nearly_as_they_wer
 
 def test_the_head_and_shapes_that_do_not_fit_are_not_made_4_bits() -> None:
     weight = torch.randn(32, 64)
-    assert isinstance(quantized(Quantization.INT4, "model.layers.0.mlp.down_proj", weight, None), Int4Linear)
-    assert isinstance(quantized(Quantization.INT4, "lm_head", weight, None), Int8Linear)
     assert isinstance(
-        quantized(Quantization.INT4, "model.layers.0.mlp.down_proj", torch.randn(40, 64), None), Int8Linear
+        quantized(Quantization.INT4, CpuOperations.TORCH, "model.layers.0.mlp.down_proj", weight, None), Int4Linear
     )
-    assert isinstance(quantized(Quantization.INT8, "lm_head", weight, None), Int8Linear)
+    assert isinstance(quantized(Quantization.INT4, CpuOperations.TORCH, "lm_head", weight, None), Int8Linear)
+    assert isinstance(
+        quantized(Quantization.INT4, CpuOperations.TORCH, "model.layers.0.mlp.down_proj", torch.randn(40, 64), None),
+        Int8Linear,
+    )
+    assert isinstance(quantized(Quantization.INT8, CpuOperations.TORCH, "lm_head", weight, None), Int8Linear)
 
 
 def test_choosing_leaves_products_of_fewer_bits_alone() -> None:

@@ -20,6 +20,7 @@ from poolwright_engine.checkpoint.weight_digest import WeightDigest
 from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_engine.model.linear import Quantization, quantized
 from poolwright_engine.model.llama import KVCache, Linear
+from poolwright_engine.native.library import CpuOperations
 from support.gguf_writer import write_gguf
 from support.tiny_llama import CONFIG, random_weights, write_tiny_llama
 
@@ -443,7 +444,7 @@ def test_copies_of_weights_have_one_digest_whatever_files_hold_them(tiny: Path, 
     one = digest(tiny)
     assert digest(write_tiny_llama(tmp_path / "shards", shards=3)) == one
     assert digest(write_tiny_gguf(tmp_path / "tiny.gguf")) == one
-    assert digest(tiny, make_linear=partial(quantized, Quantization.INT8)) == one
+    assert digest(tiny, make_linear=partial(quantized, Quantization.INT8, CpuOperations.AUTO)) == one
     assert digest(tiny, "bfloat16") != one
 
 

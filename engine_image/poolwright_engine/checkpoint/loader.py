@@ -18,10 +18,13 @@ from poolwright_engine.checkpoint.checkpoint import Checkpoint, LoadError, Progr
 from poolwright_engine.checkpoint.folder import read_folder
 from poolwright_engine.checkpoint.gguf import read_gguf
 from poolwright_engine.checkpoint.weight_digest import WeightDigest
+from poolwright_engine.model.batch_invariant import BatchInvariantModel
 from poolwright_engine.model.linear import Linear
 from poolwright_engine.model.llama import LayerWeights, LlamaModel, Weights
 from poolwright_engine.model.model_config import ModelConfig
+from poolwright_engine.model.operations import operations
 from poolwright_engine.model.rope import RopeScalingUnsupported
+from poolwright_engine.native.library import CpuOperations
 from poolwright_engine.text.tokenizer import Tokenizer, TokenizerUnsupported
 
 __all__ = ["DTYPES", "LoadError", "LoadedModel", "load_model", "stored_dtype"]
@@ -68,11 +71,13 @@ def load_model(
     dtype: str = "float32",
     progress: Progress | None = None,
     make_linear: MakeLinear | None = None,
+    cpu_operations: CpuOperations = CpuOperations.AUTO,
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     """Load a `.gguf` file, or a folder that holds one, or a folder with config.json, safetensors and tokenizer.json.
 
-    Takes seconds (the whole model is read and converted); `progress` is called after each tensor. Raises LoadError,
-    whose message is one line.
+    Takes seconds (the whole model is read and converted); `progress` is called after each tensor. What a CPU computes
+    with is settled here. Raises LoadError, whose message is one line, and NoLibrary where native operations must be.
     """
     if dtype not in DTYPES:
         raise LoadError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
@@ -94,7 +99,9 @@ def load_model(
         raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (MemoryError, RuntimeError) as error:
         raise LoadError(f"{path}: its weights do not fit into memory: {one_line(error)}") from error
-    return LoadedModel(path, config, LlamaModel(config, weights), tokenizer, dtype, digest.hex())
+    make_model = BatchInvariantModel if batch_invariant else LlamaModel
+    chosen = operations(cpu_operations, config, DTYPES[dtype], batch_invariant)
+    return LoadedModel(path, config, make_model(config, weights, chosen), tokenizer, dtype, digest.hex())
 
 
 def _file_or_folder(path: Path) -> Path:

@@ -12,15 +12,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from poolwright_engine.model.cpu_attention import AttentionPlan, AttentionRow, plan_attention
-from poolwright_engine.model.llama import KVCache, LlamaModel
+from poolwright_engine.model.cpu_attention import AttentionRow
+from poolwright_engine.model.llama import KVCache, LlamaModel, Weights
+from poolwright_engine.model.model_config import ModelConfig
+from poolwright_engine.model.operations import Operations, TorchOperations
 
 _BLOCK_TOKENS = 16
-_SERIAL_ELEMENTS = 32768  # up to so many, PyTorch keeps an element-wise operation on one thread
 
 
 class BatchInvariantModel(LlamaModel):
     """Slower on prompts: products of 16 rows read the weights more often than those of a whole chunk."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, operations: Operations | None = None) -> None:
+        super().__init__(
+            config, weights, operations or TorchOperations(config, weights.embedding.dtype, invariant=True)
+        )
 
     def hidden(self, token_ids: Tensor, rows: Sequence[AttentionRow], cache: KVCache) -> Tensor:
         singles = [
@@ -43,14 +49,6 @@ class BatchInvariantModel(LlamaModel):
             full = torch.cat((block, block.new_zeros(_BLOCK_TOKENS - len(block), block.shape[1])))
             parts.append(super().logits(full)[: len(block)])
         return torch.cat(parts)
-
-    def _plan(self, rows: Sequence[AttentionRow], block_size: int) -> AttentionPlan:
-        return plan_attention(rows, block_size, self.dtype, self._windows, alone=True)
-
-    def _activated(self, gate: Tensor) -> Tensor:
-        if gate.numel() <= _SERIAL_ELEMENTS:
-            return super()._activated(gate)
-        return torch.cat([super(BatchInvariantModel, self)._activated(row) for row in gate.split(1)])
 
     def _capped(self, logits: Tensor) -> Tensor:
         return torch.cat([super(BatchInvariantModel, self)._capped(row) for row in logits.split(1)])

@@ -80,6 +80,16 @@ def plan_attention(
     """dtype is that of the queries; `windows` are those that layers will ask for. The cost grows with the tokens of
     the step and with the blocks of its rows, not with their contexts. `alone`: no two rows share a call, so that the
     output of a row of one query depends on nothing but its own keys."""
+    positions, write_slots = positions_and_slots(rows, block_size)
+    return AttentionPlan(
+        positions=positions,
+        write_slots=write_slots,
+        views={window: _view(rows, block_size, dtype, window, alone) for window in windows},
+    )
+
+
+def positions_and_slots(rows: Sequence[AttentionRow], block_size: int) -> tuple[Tensor, Tensor]:
+    """Of every token of the rows, where it stands in its sequence and where its key and value go: (tokens,) int64."""
     positions: list[int] = []
     slots: list[int] = []
     for row in rows:
@@ -90,11 +100,7 @@ def plan_attention(
         for position in range(row.start, stop):
             positions.append(position)
             slots.append(row.block_ids[position // block_size] * block_size + position % block_size)
-    return AttentionPlan(
-        positions=torch.tensor(positions, dtype=torch.int64),
-        write_slots=torch.tensor(slots, dtype=torch.int64),
-        views={window: _view(rows, block_size, dtype, window, alone) for window in windows},
-    )
+    return torch.tensor(positions, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64)
 
 
 def paged_attention(

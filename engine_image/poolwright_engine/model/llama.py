@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from poolwright_engine.model.cpu_attention import AttentionPlan, AttentionRow, paged_attention, plan_attention
+from poolwright_engine.model.cpu_attention import AttentionRow
 from poolwright_engine.model.linear import Linear
-from poolwright_engine.model.model_config import Activation, ModelConfig
-from poolwright_engine.model.vml import settle
-from poolwright_kernels.kv_write import kv_write
+from poolwright_engine.model.model_config import ModelConfig
+from poolwright_engine.model.operations import Operations, TorchOperations
 from poolwright_protocol.kv import KVShape
-
-settle(torch.cos, torch.sin, torch.exp, torch.sqrt, torch.rsqrt, torch.tanh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +67,11 @@ class KVCache:
 class LlamaModel:
     """Immutable; any number of caches may be used with it, one forward pass at a time per cache."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, operations: Operations | None = None) -> None:
         self.config = config
         self.weights = weights
         self.dtype: torch.dtype = weights.embedding.dtype
-        self._epsilon = torch.tensor(config.rms_norm_epsilon)
-        self._windows = tuple({kind.window: None for kind in config.attention_kinds})
-        self._frequencies = [torch.tensor(kind.inverse_frequencies) for kind in config.attention_kinds]
+        self._operations = operations or TorchOperations(config, self.dtype)
 
     def forward(
         self, token_ids: Tensor, rows: Sequence[AttentionRow], cache: KVCache, logits_at: Sequence[int]
@@ -95,72 +90,31 @@ class LlamaModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits of some tokens' hidden states, (tokens, vocab_size). The caller bounds how many at once."""
         with torch.inference_mode():
-            return self._capped(self.weights.lm_head(self._norm(hidden, self.weights.norm)).float())
+            normed = self._operations.add_norm(hidden, None, self.weights.norm)
+            return self._capped(self.weights.lm_head(normed).float())
 
     def _hidden(self, token_ids: Tensor, rows: Sequence[AttentionRow], cache: KVCache) -> Tensor:
         config, weights = self.config, self.weights
-        plan = self._plan(rows, cache.block_size)
-        rotations = self._rotations(plan.positions)
-        rotated_heads = config.heads + config.kv_heads
+        operations = self._operations
+        step = operations.step(rows, cache.block_size)
         hidden = F.embedding(token_ids, weights.embedding)
         if config.embedding_scale != 1:
             hidden = hidden * torch.tensor(config.embedding_scale, dtype=self.dtype)
+        added = None
         for index, (layer, kind) in enumerate(zip(weights.layers, config.kind_of_layer, strict=True)):
             keys, values = cache.data[0, index], cache.data[1, index]
-            # A product's columns may be what is contiguous, and PyTorch's fused attention reads heads in one piece.
-            qkv = layer.qkv(self._norm(hidden, layer.attention_norm)).contiguous().unflatten(1, (-1, config.head_size))
-            rotated = qkv[:, :rotated_heads]
-            if layer.qk_norm is not None:
-                rotated = F.rms_norm(rotated, (config.head_size,), None, config.rms_norm_epsilon) * layer.qk_norm
-            rotated = _rotate(rotated, *rotations[kind])
-            kv_write(rotated[:, config.heads :], qkv[:, rotated_heads:], keys, values, plan.write_slots)
-            attended = paged_attention(
-                rotated[:, : config.heads],
-                keys,
-                values,
-                plan,
-                config.attention_scale,
-                config.attention_kinds[kind].window,
-                config.attention_soft_cap,
-            )
-            hidden.add_(self._norm_after(layer.output(attended.flatten(1)), layer.after_attention_norm))
-            gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=1)
-            hidden.add_(self._norm_after(layer.down(self._activated(gate).mul_(up)), layer.after_mlp_norm))
+            normed = operations.add_norm(hidden, added, layer.attention_norm)
+            added = layer.output(step.attend(layer.qkv(normed), layer.qk_norm, kind, keys, values))
+            if layer.after_attention_norm is not None:
+                added = operations.add_norm(added.contiguous(), None, layer.after_attention_norm)
+            normed = operations.add_norm(hidden, added, layer.mlp_norm)
+            added = layer.down(operations.gated_unit(layer.gate_up(normed)))
+            if layer.after_mlp_norm is not None:
+                added = operations.add_norm(added.contiguous(), None, layer.after_mlp_norm)
+        if added is not None:
+            operations.add(hidden, added)
         return hidden
-
-    def _plan(self, rows: Sequence[AttentionRow], block_size: int) -> AttentionPlan:
-        return plan_attention(rows, block_size, self.dtype, self._windows)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm in fewer passes than PyTorch's own takes on a CPU; sums and scales in float32."""
-        wide = x.float()  # x itself in float32
-        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        scale = torch.addcmul(self._epsilon, length, length, value=1 / x.shape[1]).rsqrt_()
-        return (wide * scale).to(self.dtype).mul_(weight)
-
-    def _norm_after(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self._norm(x, weight)
-
-    def _activated(self, gate: Tensor) -> Tensor:
-        if self.config.activation is Activation.GELU_TANH:
-            return F.gelu(gate, approximate="tanh")
-        return F.silu(gate)
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each kind of attention, cosines and signed sines of those positions, for both halves of a head:
-        (tokens, 1, head_size), in the model's dtype."""
-        rotations = []
-        for frequencies in self._frequencies:
-            angles = positions[:, None, None].float() * frequencies
-            cos, sin = angles.cos(), angles.sin()
-            rotations.append((torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)))
-        return rotations
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, halves paired as Hugging Face pairs them: element i with i + head_size / 2."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)

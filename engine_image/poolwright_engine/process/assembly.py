@@ -29,9 +29,9 @@ from poolwright_engine.cuda.runner import CudaRunner, measured_cache_bytes
 from poolwright_engine.handoff.exchange import HandoffConfig, KvExchange
 from poolwright_engine.loop.engine_loop import EngineLoop, Identity, LoopConfig
 from poolwright_engine.loop.observer import Observer
-from poolwright_engine.model.batch_invariant import BatchInvariantModel
 from poolwright_engine.model.linear import Quantization, quantized
 from poolwright_engine.model.model_config import ModelConfig
+from poolwright_engine.native.library import CpuOperations, NoLibrary, is_native
 from poolwright_engine.process import source
 from poolwright_engine.process.config import (
     DEFAULT_KV_CACHE_MEBIBYTES,
@@ -104,9 +104,17 @@ def _load(config: EngineConfig, fetching: source.Progress | None) -> Parts:
     cache = Path(config.download_dir) if config.download_dir else None
     path = source.locate(config.model, config.revision, cache, _can_serve, fetching)
     sampling = sampling_defaults(config, path)
+    computing = _operations(config, device)
     try:
         dtype = dtype_on(config, device, stored_dtype(path))
-        loaded = load_model(path, dtype, _logged_reading(), _make_linear(config))
+        loaded = load_model(
+            path,
+            dtype,
+            progress=_logged_reading(),
+            make_linear=_make_linear(config, computing),
+            cpu_operations=computing,
+            batch_invariant=config.batch_invariant,
+        )
         tokenizer = _tokenizer(config, loaded.tokenizer)
     except (LoadError, TokenizerUnsupported) as error:
         raise ConfigError(str(error)) from error
@@ -153,6 +161,7 @@ def device_of(config: EngineConfig) -> Device:
         ("--quantization", config.quantization, "none"),
         ("--batch-invariant", config.batch_invariant, False),
         ("--cpu-duty-percent", config.cpu_duty_percent, 100),
+        ("--cpu-operations", config.cpu_operations, "auto"),
     ):
         if given != default:
             raise ConfigError(f"{option}: {given} is not supported on a GPU; use --device cpu")
@@ -216,12 +225,11 @@ def _on_cpu(
     what = f"--kv-cache-mebibytes: {mebibytes} MiB"
     max_model_len = _max_model_len(config, loaded.config.context_length, kv_shape, num_blocks, what)
     planned = plan(config, device, max_model_len)
-    model = BatchInvariantModel(loaded.config, loaded.model.weights) if config.batch_invariant else loaded.model
     needed = num_blocks * config.block_size * kv_shape.bytes_per_token + planned.swap_space_bytes
     runner = _allocated(
         CpuRunner,
         needed,
-        model,
+        loaded.model,
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_num_seqs=planned.max_num_seqs,
@@ -254,8 +262,20 @@ def _step_profile(config: EngineConfig) -> StepProfile | None:
     return None if config.step_profile is None else read_step_profile(Path(config.step_profile))
 
 
-def _make_linear(config: EngineConfig) -> MakeLinear | None:
-    return None if config.quantization == "none" else partial(quantized, Quantization(config.quantization))
+def _operations(config: EngineConfig, device: Device) -> CpuOperations:
+    """NATIVE or TORCH. The library is compiled now where there is none, before a model is read. Raises ConfigError."""
+    if device.kind != "cpu":
+        return CpuOperations.TORCH
+    try:
+        return CpuOperations.NATIVE if is_native(CpuOperations(config.cpu_operations)) else CpuOperations.TORCH
+    except NoLibrary as error:
+        raise ConfigError(f"--cpu-operations: native was asked for, and there is no library: {error}") from error
+
+
+def _make_linear(config: EngineConfig, computing: CpuOperations) -> MakeLinear | None:
+    if config.quantization == "none":
+        return None
+    return partial(quantized, Quantization(config.quantization), computing)
 
 
 def engine_loop(config: EngineConfig, parts: Parts, observer: Observer | None = None) -> EngineLoop:

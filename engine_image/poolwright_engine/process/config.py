@@ -29,6 +29,7 @@ FP8_CAPABILITY = 89
 GENERATION_CONFIG_OF_MODEL = "auto"
 NO_GENERATION_CONFIG = "vllm"  # as vLLM spells it
 CPU_LINEAR_FORMS = ("auto", "rows", "columns", "packed")  # see model/linear.py
+CPU_OPERATIONS = ("auto", "native", "torch")  # see native/library.py
 # A kubelet grants 30 s by default; what is cut off must still be told so within them.
 DEFAULT_SHUTDOWN_SECONDS = 20.0
 DEFAULT_KV_CACHE_MEBIBYTES = 512  # on a CPU
@@ -147,6 +148,7 @@ class EngineConfig:
     cpu_threads: int | None = None
     cpu_duty_percent: int = 100
     cpu_linear_form: str = "auto"
+    cpu_operations: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -198,6 +200,7 @@ class EngineConfig:
             ("--quantization", self.quantization, QUANTIZATIONS),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--cpu-linear-form", self.cpu_linear_form, CPU_LINEAR_FORMS),
+            ("--cpu-operations", self.cpu_operations, CPU_OPERATIONS),
         ):
             if value not in known:
                 raise ConfigError(f"{option}: {value!r} is not supported; expected one of {', '.join(known)}")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from poolwright_engine.process.config import (
     BATCH_DEFAULTS,
     CPU_LINEAR_FORMS,
+    CPU_OPERATIONS,
     CPU_STEP_SECONDS,
     DEFAULT_KV_CACHE_MEBIBYTES,
     DEFAULT_SHUTDOWN_SECONDS,
@@ -293,6 +294,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(CPU_LINEAR_FORMS),
         help="how matrix products are made; auto: as this machine does them fastest, by 3 s of measuring at the "
         "start (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cpu-operations",
+        default="auto",
+        metavar="|".join(CPU_OPERATIONS),
+        help="by what all else is computed, and products with 8-bit weights: a C library that this machine's compiler "
+        "makes once (native), or PyTorch's operations (torch); auto: native where it can be (default: %(default)s)",
     )
     for kind in ("tensor", "pipeline", "data"):
         group.add_argument(

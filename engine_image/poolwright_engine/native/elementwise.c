@@ -1,0 +1,35 @@
+/* Norms, gated units, rotations: one pass over the rows of a step where single operations make four to eight.
+ * Results are rounded to the elements' type where the references in poolwright_kernels round. Rows are computed one by
+ * one, so a row's result does not depend on the rows beside it. */
+
+#include "element.h"
+
+enum {
+    PARALLEL_ELEMENTS = 1 << 14, /* below, waking other threads costs more than they save */
+    TOKENS = 64,                 /* in a tile, where a token's elements are apart and tokens adjacent */
+    FEW_TOKENS = 16,             /* in a tile of a small step, so that each thread has one */
+    FEATURES = 64,
+    PART = 1024 /* of a long row, what a thread takes at a time */
+};
+
+/* Tokens that are computed together: one where its own elements are adjacent. */
+INLINE int64_t block_of(int64_t tokens, int64_t step) {
+    return step == 1 ? 1 : (tokens >= 4 * TOKENS ? TOKENS : FEW_TOKENS);
+}
+INLINE int64_t at_most(int64_t limit, int64_t left) { return left < limit ? left : limit; }
+
+#define ELEMENT float
+#define LOAD same_float
+#define STORE same_float
+#define NAME(operation) operation##_float32
+#include "elementwise_body.h"
+#undef ELEMENT
+#undef LOAD
+#undef STORE
+#undef NAME
+
+#define ELEMENT bfloat16
+#define LOAD from_bfloat16
+#define STORE to_bfloat16
+#define NAME(operation) operation##_bfloat16
+#include "elementwise_body.h"
