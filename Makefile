@@ -8,7 +8,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench bench-clients bench-engine bench-tables bench-published bench-agreement bench-policy gpu clean
+.PHONY: help venv demo test test-unit test-long lint fmt type generate verify lock images cluster-up cluster-down cluster-status bench bench-hour bench-clients bench-engine bench-tables bench-published bench-agreement bench-policy gpu clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -64,6 +64,9 @@ bench: venv ## What the router, scheduling, planning and the policy cost the hos
 	@for script in router_streams.py scheduler_cost.py attention_plan.py "policy_cost.py --hour"; do \
 	  echo "== bench/$$script"; $(BIN)/python bench/$$script $(ARGS) || exit 1; done
 
+bench-hour: venv ## An hour of recorded conversations on 40 machines, simulated: CPU seconds, at most 60
+	@$(BIN)/python bench/policy_cost.py --only-hour $(ARGS)
+
 bench-clients: venv ## `vllm bench serve` and guidellm, as their makers ship them, against this engine (installs them first)
 	@PYTHONPATH=bench $(BIN)/python bench/clients.py --install $(ARGS)
 
@@ -79,7 +82,7 @@ bench-published: venv ## Figures of papers beside ours, simulated on published s
 bench-agreement: venv ## The simulator beside real processes: 12 minutes (ARGS="--resume --page"); into build/bench
 	@PYTHONPATH=. $(BIN)/python -m bench.policy_agreement $(ARGS)
 
-bench-policy: venv ## The policy beside the published ones, in 24 simulated cells: 30 minutes (ARGS="--quick", "--list")
+bench-policy: venv ## The policy beside the published ones, in 24 simulated cells: 30 minutes a call (ARGS="--quick", "--estimate")
 	@PYTHONPATH=. $(BIN)/python -m bench.policy --page $(ARGS)
 
 gpu: ## Prove and measure what needs an NVIDIA GPU, without network (ARGS="--only attention"); into build/gpu

@@ -22,8 +22,10 @@ import torch.nn.functional as F
 from poolwright.local.model import ensure_demo_model
 from poolwright_engine.checkpoint.loader import DTYPES, load_model
 from poolwright_engine.model.cpu_attention import AttentionRow
-from poolwright_engine.model.linear import Int4Linear, Int8Linear, Linear, choose_forms, use_huge_pages
+from poolwright_engine.model.linear import Int4Linear, Linear, Quantization, choose_forms, quantized, use_huge_pages
 from poolwright_engine.model.llama import KVCache, LlamaModel
+from poolwright_engine.model.operations import operations
+from poolwright_engine.native.library import CpuOperations
 
 ROWS = (1, 8, 64, 512)
 HEAD_ROWS = 16  # steps of many tokens sample few
@@ -33,12 +35,14 @@ _READ_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Milliseconds of all products of the model, each in its best form, by rows; and the engine's step."""
+    """Milliseconds of all products of the model, each in its best form, by rows; of the engine's step; and of that step
+    where all beside its products is computed by PyTorch's operations."""
 
     rows: int
     forms: dict[str, float]
     bound_milliseconds: float
     engine_milliseconds: float
+    torch_milliseconds: float
 
 
 def flags() -> list[str]:
@@ -68,8 +72,8 @@ def forms_of(product: Linear, dtype: torch.dtype) -> dict[str, Callable[[torch.T
         "columns": lambda x: (weight @ x.t()).t(),
         "transposed": lambda x: x @ transposed,
         "packed": lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""),
-        "int8": Int8Linear(weight),
-        "int8 fine": Int8Linear(weight, fine=True),
+        "int8": quantized(Quantization.INT8, CpuOperations.AUTO, "down_proj", weight, None),
+        "int8 fine": quantized(Quantization.INT8, CpuOperations.AUTO, "qkv_proj", weight, None),
     }
     if Int4Linear.takes(weight):
         forms["int4"] = Int4Linear(weight)
@@ -101,8 +105,9 @@ def measure(model: LlamaModel, rows: int, rounds: int, sample_layers: int) -> tu
     return totals, bound
 
 
-def engine_step(model: LlamaModel, rows: int, rounds: int, context: int = 144) -> float:
-    """Milliseconds: decodes at that context up to 16 rows, else prompts of 128 tokens."""
+def engine_steps(models: Sequence[LlamaModel], rows: int, rounds: int, context: int = 144) -> list[float]:
+    """Milliseconds of each model in turns: decodes at that context up to 16 rows, else prompts of 128 tokens."""
+    model = models[0]
     spans = [(context, 1)] * rows if rows <= 16 else [(0, min(128, rows))] * (rows // min(128, rows))
     first, attention_rows = 1, []
     for start, length in spans:
@@ -112,7 +117,12 @@ def engine_step(model: LlamaModel, rows: int, rounds: int, context: int = 144) -
     cache = KVCache(model.config.kv_shape(model.dtype), first + 1, 16, model.dtype)
     ids = torch.ones(sum(length for _, length in spans), dtype=torch.int64)
     ends = [sum(length for _, length in spans[: index + 1]) - 1 for index in range(len(spans))]
-    return min(seconds(lambda: model.forward(ids, attention_rows, cache, ends)) for _ in range(rounds)) * 1e3
+    best = [float("inf")] * len(models)
+    for _ in range(rounds):
+        for index, each in enumerate(models):
+            taken = seconds(lambda each=each: each.forward(ids, attention_rows, cache, ends))  # type: ignore[misc]
+            best[index] = min(best[index], taken * 1e3)
+    return best
 
 
 def main() -> None:
@@ -126,24 +136,31 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with torch.inference_mode():
-        model = load_model(options.model or ensure_demo_model(), options.dtype).model
+        loaded = load_model(options.model or ensure_demo_model(), options.dtype)
+        model = loaded.model
+        by_torch = operations(CpuOperations.TORCH, loaded.config, model.dtype)
+        models = (model, LlamaModel(loaded.config, model.weights, by_torch))
         gigabytes = read_gigabytes_per_second()
         print(f"{platform.machine()}, {options.threads} threads, {' '.join(flags())}; reads {gigabytes:.1f} GB/s")
         measured = {rows: measure(model, rows, options.rounds, options.sample_layers) for rows in ROWS}
         chosen = choose_forms(model.weights.products())
         floors = [
-            Floor(rows, forms, bound, engine_step(model, rows, options.rounds))
+            Floor(rows, forms, bound, *engine_steps(models, rows, options.rounds))
             for rows, (forms, bound) in measured.items()
         ]
     names = [name for name in floors[0].forms if all(name in floor.forms for floor in floors)]
     print(f"{options.dtype}: milliseconds of all products (the head on at most {HEAD_ROWS} rows) and of a step")
-    print("rows  " + "  ".join(f"{name:>10}" for name in names) + "       bound      engine   bound / engine")
+    print(
+        "rows  "
+        + "  ".join(f"{name:>10}" for name in names)
+        + "       bound      engine   bound / engine    by PyTorch"
+    )
     for floor in floors:
         print(
             f"{floor.rows:4}  "
             + "  ".join(f"{floor.forms[name]:10.1f}" for name in names)
             + f"  {floor.bound_milliseconds:10.1f}  {floor.engine_milliseconds:10.1f}   "
-            + f"{floor.bound_milliseconds / floor.engine_milliseconds:14.2f}"
+            + f"{floor.bound_milliseconds / floor.engine_milliseconds:14.2f}  {floor.torch_milliseconds:12.1f}"
         )
     weights = sum(product.out_features * product.in_features for product in model.weights.products())
     reading = weights * model.dtype.itemsize / gigabytes / 1e6

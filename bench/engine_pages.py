@@ -130,6 +130,7 @@ def _floor(section: Mapping[str, Any]) -> str:
     columns["bound, ms"] = _number("bound_milliseconds", 1)
     columns["engine's step, ms"] = _number("engine_milliseconds", 1)
     columns["bound / step"] = lambda row: f"{row['bound_milliseconds'] / row['engine_milliseconds']:.2f}"
+    columns["by PyTorch, ms"] = _number("torch_milliseconds", 1)
     reads = f"{run['read_gigabytes_per_second']:.1f} GB/s, all weights once in {run['read_once_milliseconds']:.1f} ms"
     return f"{table(run['floors'], columns)}\nMemory is read at {reads}.\n\n{_where(section)}\n"
 

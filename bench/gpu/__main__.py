@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import time
 import venv
 from pathlib import Path
@@ -105,32 +107,58 @@ def run(python: str, section: str, options: argparse.Namespace, limit_seconds: f
 
 
 def with_wheels(folder: Path, output: Path) -> str:
-    """The interpreter of an environment that has the listed wheels that are there, over the packages of this one; this
-    one where they cannot be installed, or not in time."""
-    wheels = []
-    for line in (ROOT / "bench" / "gpu-wheels.txt").read_text().splitlines():
-        if not line.strip() or line.startswith("#"):
-            continue
-        pin, digest = line.split()[:2]
-        name, version = pin.split("==")
-        found = sorted(folder.glob(f"{name.replace('-', '_')}-{version}*.whl"))
-        if found and digest not in ("-", hashlib.sha256(found[-1].read_bytes()).hexdigest()):
-            raise SystemExit(f"{found[-1].name}: its sha256 is not that of bench/gpu-wheels.txt")
-        print(f"wheels       {pin}: {found[-1].name if found else 'not there'}", flush=True)
-        wheels += found[-1:]
-    # What the listed ones need, such as CUDA's libraries, may lie beside them.
+    """The interpreter of an environment that has the listed wheels that are there, over the packages of this one. A
+    wheel that cannot be installed, or not in time, takes nothing from the others."""
+    wheels = listed(folder, (ROOT / "bench" / "gpu-wheels.txt").read_text())
     place = output / "venv"
     python = place / "bin" / "python"
     if not python.exists():
-        venv.create(place, system_site_packages=True, with_pip=True)
-    if wheels:
-        install = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(folder)]
-        try:
-            subprocess.run([*install, *map(str, wheels)], check=True, timeout=WHEELS_SECONDS)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            print(f"wheels       left out: {error}"[:300], flush=True)
-            return sys.executable
+        venv.create(place, with_pip=True)
+        # Not as the system's packages: this interpreter may be of an environment itself, whose packages those are not.
+        own = Path(sysconfig.get_path("purelib", "venv", {"base": str(place), "platbase": str(place)}))
+        (own / "beneath.pth").write_text("\n".join(site.getsitepackages()))
+    ends = time.monotonic() + WHEELS_SECONDS
+    for wheel, purpose in wheels:
+        if failure := installed(str(python), wheel, purpose.startswith("peer"), ends):
+            print(f"wheels       {wheel.name} left out: {failure}", flush=True)
     return str(python)
+
+
+def listed(folder: Path, lines: str) -> list[tuple[Path, str]]:
+    """What the list names and the folder has, with its purpose, in the order of the list. Exits where a digest is not
+    the listed one."""
+    wheels = []
+    for line in lines.splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        pin, digest, purpose = line.split(maxsplit=2)
+        name, version = pin.split("==")
+        found = sorted(folder.glob(f"{name.replace('-', '_')}-{version}[-+]*.whl"))
+        if found and digest not in ("-", hashlib.sha256(found[-1].read_bytes()).hexdigest()):
+            raise SystemExit(f"{found[-1].name}: its sha256 is not that of bench/gpu-wheels.txt")
+        print(f"wheels       {pin}: {found[-1].name if found else 'not there'}", flush=True)
+        wheels += [(wheel, purpose) for wheel in found[-1:]]
+    return wheels
+
+
+def installed(python: str, wheel: Path, is_peer: bool, ends: float) -> str:
+    """With what it needs, such as CUDA's libraries, where all of that is there or lies beside; a peer else alone.
+    Returns why not, or nothing."""
+    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheel.parent)]
+    failure = "no time was left"
+    for alone in ([], ["--no-deps"]) if is_peer else ([],):
+        left = ends - time.monotonic()
+        if left < 1:
+            break
+        try:
+            subprocess.run([*install, *alone, str(wheel)], check=True, timeout=left, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            failure = error.stderr.strip()[-300:]
+        except subprocess.TimeoutExpired:
+            failure = "it took too long"
+        else:
+            return ""
+    return failure
 
 
 if __name__ == "__main__":

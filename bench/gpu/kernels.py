@@ -125,10 +125,10 @@ def _cases(bench: Bench) -> list[AttentionCase]:
     """In the precision that serves all head sizes, first; in the others the usual one."""
     case = functools.partial(AttentionCase, bench.device.type)
     usual = AttentionShape(8, 1, 128, 16) if bench.tiny else AttentionShape(32, 8, 128, 16)
-    others = [(3, 1, 64)] if bench.tiny else [(9, 3, 64), (8, 2, 96), (8, 2, 256)]
+    others = [(3, 1, 64)] if bench.tiny else [(9, 3, 64), (8, 2, 96), (8, 2, 256), (64, 2, 128)]
     bf16 = torch.bfloat16
     cases = [case(bf16, usual), *(case(bf16, AttentionShape(*sizes, 16)) for sizes in others)]
-    cases += [case(bf16, usual, window=100), case(bf16, usual, cap=30.0)]
+    cases += [case(bf16, usual, window=100), case(bf16, usual, cap=30.0), case(bf16, usual, window=100, cap=30.0)]
     if not bench.is_cuda or torch.cuda.get_device_capability() >= (8, 9):
         cases.append(case(bf16, usual, torch.float8_e4m3fn))
     return [*cases, case(torch.float16, usual), case(torch.float32, usual)]

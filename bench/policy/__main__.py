@@ -6,11 +6,13 @@
     python -m bench.policy --ablation | --sensitivity        what parts of ours, and wrong beliefs, are worth
     python -m bench.policy --full --cell code-70b-n4         goodput by bisection, published policies tuned
 
-Every finished run is kept under --folder and not computed again until its inputs or its code change. The exit code is 1
-where something attained more than the bound allows: then the bound, or the run, is wrong.
+Every finished run is kept under --folder and not computed again until its inputs or its code change; --estimate says
+how long what is left takes. The exit code is 1 where something attained more than the bound allows, for then the bound
+or the run is wrong, and where a run ended by a fault of the program.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -19,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
-from bench.policy import contenders, full, schedule, studies, table
+from bench.policy import contenders, estimate, full, schedule, studies, table
 from bench.policy.cells import Cell, cells
 from bench.policy.crew import Crew, cores
 from bench.policy.known import Known
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--ablation", action="store_true", help="each part of ours off, one at a time")
     what.add_argument("--sensitivity", action="store_true", help="ours with wrong beliefs")
     what.add_argument("--list", action="store_true", help="cells and policies")
+    parser.add_argument("--estimate", action="store_true", help="how long it takes, and run nothing")
     parser.add_argument("--cell", action="append", default=[], metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--policy", action="append", default=[], metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--seed", action="append", default=[], type=int, metavar="K", help="draws, 1 to 5 by default")
@@ -119,7 +122,8 @@ def _list(every: Mapping[str, Cell]) -> int:
     for cell in every.values():
         aim = "nine percentiles" if cell.nine else f"{cell.cap:g} x"
         print(f"{cell.name:32} {cell.machines:2} x {cell.machine:20} {aim:16} share {cell.share:g}")
-    print(f"policies: ours, static:P/T/M, {', '.join(contenders.PUBLISHED)}; each +early or +predicted")
+    own = ", ".join((contenders.OURS, *contenders.SHIPPED, "held:P/T/M", "static:P/T/M"))
+    print(f"policies: {own}, {', '.join(contenders.PUBLISHED)}; each +early or +predicted")
     return 0
 
 
@@ -140,7 +144,8 @@ def _narrow(options: argparse.Namespace, chosen: Mapping[str, Cell], known: Know
         *_, last = stages(cell)
         runs += last
     print("\n".join(table.run_lines(runs, known)))
-    return INTERRUPTED if crew.interrupted else 0
+    crashed = [run.label for run in runs if (result := known(run)) is not None and result.crashed]
+    return _end(crew) or _said_wrong([f"{label} failed" for label in crashed])
 
 
 def _shortened(chosen: Mapping[str, Cell]) -> dict[str, Cell]:
@@ -151,6 +156,8 @@ def _studies(options: argparse.Namespace, chosen: Mapping[str, Cell], known: Kno
     variants = studies.ablation() if options.ablation else studies.sensitivity()
     seeds = options.seed or studies.SEEDS
     crew = _crew(options, known)
+    if _estimated(options, chosen, known, crew, lambda cell, of: studies.stages(cell, of, variants, seeds)):
+        return 0
     crew.work(chosen, lambda cell: studies.stages(cell, known, variants, seeds))
     found = {cell.name: studies.effects(cell, known, variants, seeds) for cell in chosen.values()}
     for name, effects in found.items():
@@ -171,6 +178,8 @@ def _compare(options: argparse.Namespace, chosen: Mapping[str, Cell], known: Kno
     make = full.stages if options.full else schedule.comparison
     began = time.monotonic()
     crew = _crew(options, known)
+    if _estimated(options, chosen, known, crew, lambda cell, of: make(cell, of, effort)):
+        return 0
     crew.work(chosen, lambda cell: make(cell, known, effort))
     found = [judged for cell in chosen.values() if (judged := judge(cell, known, effort)) is not None]
     for judged in found:
@@ -184,16 +193,37 @@ def _compare(options: argparse.Namespace, chosen: Mapping[str, Cell], known: Kno
     spent = {"wall_seconds": round(wall), "cpu_seconds": round(sum(crew.seconds.values())), "workers": crew.workers}
     written = table.document(found, effort=asdict(effort), complete=crew.complete, spent=spent, **more)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(written, indent=1) + "\n")
+    text = json.dumps(written, indent=1) + "\n"
+    target.write_text(text)
+    if options.full:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        target.with_name(f"{target.name}.sha256").write_text(f"{digest}  {target.name}\n")
     print(f"{crew.done} runs in {wall:.0f} s, {sum(crew.seconds.values()):.0f} s of CPU; in {target}")
     if options.page and effort is DEFAULT and not options.cell:
         from bench.policy import page
 
         page.write(found, _spent(found, crew))
-    faults = [f"{judged.cell.name}: {fault}" for judged in found for fault in judged.faults]
+    faults = [f"{judged.cell.name}: {fault}" for judged in found for fault in (*judged.faults, *judged.crashes)]
+    return _end(crew) or _said_wrong(faults)
+
+
+def _said_wrong(faults: Sequence[str]) -> int:
     for fault in faults:
         print(f"WRONG: {fault}", file=sys.stderr)
-    return _end(crew) or (1 if faults else 0)
+    return 1 if faults else 0
+
+
+def _estimated(
+    options: argparse.Namespace,
+    chosen: Mapping[str, Cell],
+    known: Known,
+    crew: Crew,
+    stages: estimate.MakeStagesOf,
+) -> bool:
+    """Says how long it takes; True where no more was asked for."""
+    said = estimate.left(chosen.values(), known, stages).text(crew.workers, crew.limit_seconds)
+    print(said, flush=True)
+    return bool(options.estimate)
 
 
 def _goodputs(chosen: Mapping[str, Cell], known: Known, effort: Effort) -> dict[str, object]:

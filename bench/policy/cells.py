@@ -82,6 +82,7 @@ class Cell:
     burst: Burst | None = None
     lost: Lost | None = None
     flood: Flood | None = None
+    block_tokens: int = 16
     admission: bool = False
     quick: bool = False
 
@@ -93,6 +94,8 @@ class Cell:
                 raise ValueError(f"cell {self.name}: there is no trace {name!r} among {', '.join(traces.RECORDED)}")
         if not re.fullmatch(r"(a|h)[12]00-llama-(70b-tp[48]|8b-tp1)", self.machine):
             raise ValueError(f"cell {self.name}: {self.machine!r} is none of the machines with a known network")
+        if self.block_tokens < 1:
+            raise ValueError(f"cell {self.name}: block_tokens is at least 1")
         if self.machines < 2 or not (self.share > 0 and self.seconds > 0 and self.ttft > 0):
             raise ValueError(f"cell {self.name}: needs two machines, and share, seconds and ttft above 0")
         if self.start is not None and not 0 < self.start < self.machines:

@@ -21,6 +21,7 @@ class Known:
         self._memory = PlanMemory(self.path)
         self._again = again
         self._own: dict[str, Result] = {}
+        self._took: dict[str, float] | None = None
 
     def __call__(self, run: Run) -> Result | None:
         name = key(run)
@@ -34,6 +35,16 @@ class Known:
         name = key(run)
         self._own[name] = result
         self._memory.keep(name, {"label": run.label, **result.document()})
+
+    def seconds_per_request(self, label: str) -> float | None:
+        """Of CPU, as the last run of that name took, whatever its code was."""
+        if self._took is None:
+            self._took = {
+                str(kept["label"]): kept["cpu_seconds"] / kept["requests"]
+                for kept in self._memory.all()
+                if kept.get("requests") and kept.get("cpu_seconds")
+            }
+        return self._took.get(label)
 
     def value(self, run: Run) -> float | None:
         found = self(run)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_pages import fill, table
+from bench.policy.contenders import OURS, SHIPPED, is_split
+from bench.policy.schedule import FAR_BEHIND_IN_PART
 from bench.policy.studies import Effect
-from bench.policy.table import causes_text, claim_text, difference_text, heading
+from bench.policy.table import causes_text, claim_text, difference_text, heading, shuffled_text
 from bench.policy.verdict import Judged, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,8 +40,9 @@ def _summary(found: Sequence[Judged]) -> str:
     columns: dict[str, Callable[[Any], str]] = {
         "cell": lambda j: j.cell.name,
         "ours": lambda j: _number(j.ours.value),
+        "as shipped": lambda j: " / ".join(_number(r.value) for r in j.rows if r.policy in SHIPPED),
         "best other": lambda j: _best_other(j),
-        "best split": lambda j: _number(next((r.value for r in j.rows[1:] if r.policy == j.split), None)),
+        "best split": lambda j: _number(next((r.value for r in j.rows if r.policy == j.split), None)),
         "clairvoyant": lambda j: _number(j.clairvoyant),
         "bound": lambda j: _number(j.bound),
         "verdict": lambda j: j.verdict,
@@ -49,7 +52,9 @@ def _summary(found: Sequence[Judged]) -> str:
 
 
 def _best_other(judged: Judged) -> str:
-    others = [row for row in judged.rows[1:] if row.policy != judged.split and row.value is not None]
+    others = [
+        r for r in judged.rows if r.value is not None and not (r.policy in (OURS, *SHIPPED) or is_split(r.policy))
+    ]
     best = max(others, key=lambda row: row.value or 0.0, default=None)
     return "–" if best is None else f"{_number(best.value)} ({best.policy})"
 
@@ -57,8 +62,10 @@ def _best_other(judged: Judged) -> str:
 def _cell(judged: Judged) -> str:
     values = [row.value for row in judged.rows if row.value is not None]
     least = max(values, default=0.0) - SHOWN
-    listed = [row for row in judged.rows if row is judged.ours or (row.value is not None and row.value >= least)]
-    left = [row for row in judged.rows if row not in listed]
+    own = (OURS, *SHIPPED)
+    listed = [row for row in judged.rows if row.policy in own or (row.value is not None and row.value >= least)]
+    in_part = [row for row in judged.rows if row.in_part is not None]
+    left = [row for row in judged.rows if row not in (*listed, *in_part)]
     columns: dict[str, Callable[[Any], str]] = {
         "policy": lambda row: row.policy,
         "attained": lambda row: _number(row.value),
@@ -74,12 +81,16 @@ def _cell(judged: Judged) -> str:
     said = [f"### {judged.cell.name}\n", f"{heading(judged)}.\n", table(rows, columns)]
     if left:
         said.append(f"More than {SHOWN:g} behind the best: {_listed(left)}.\n")
+    if in_part:
+        rest = ", ".join(f"{row.policy} {_number(row.in_part)}" for row in in_part)
+        said.append(f"Not run to their end, more than {FAR_BEHIND_IN_PART:g} behind ours in the first part: {rest}.\n")
     said.append(f"Clairvoyant {_number(judged.clairvoyant)}, bound {_number(judged.bound)}, of the first draw.")
     if judged.shuffled:
-        row = ", ".join(f"{name} {value:.3f}" for name, value in judged.shuffled.items())
-        said.append(f"With the copies' lengths shuffled: {row}.")
+        said.append(f"With the copies' lengths shuffled: {shuffled_text(judged)}.")
     said += [f"{claim_text(claim)}." for claim in judged.claims]
     said += [f"**Cannot be:** {fault}." for fault in judged.faults]
+    said += [f"**Failed:** {crash}." for crash in judged.crashes]
+    said += [f"{row.policy}: {row.note}." for row in judged.rows if row.note and row.value is not None]
     return "\n".join([*said, f"\n**{judged.verdict}**\n"])
 
 

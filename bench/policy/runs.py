@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.policy import contenders, source
 from bench.policy.cells import AS_IT_IS, Capacity, Cell, Twist, World, capacity, model_of, world
+from bench.policy.parts import without
 
 from poolwright.sim import bounds, clairvoyant
 from poolwright.sim.bounds import Deadlines
@@ -29,6 +30,7 @@ from poolwright.sim.traces import Copies
 
 MOST_SECONDS = 180.0  # of CPU for one simulation; what takes longer is said to
 CLAIRVOYANT_WINDOW_SECONDS = 60.0
+COARSE_WINDOWS = 5
 BOUND_INTERVAL_SECONDS = 2.0
 _SHARED = (
     "poolwright.sim.simulation",
@@ -38,7 +40,7 @@ _SHARED = (
     "poolwright.sim.baselines.static_split",
     "bench.policy.cells",
 )
-_ALONE = ("bench.policy.contenders", "bench.policy.runs")
+_ALONE = ("bench.policy.contenders", "bench.policy.parts", "bench.policy.runs")
 
 
 class Kind(StrEnum):
@@ -48,6 +50,13 @@ class Kind(StrEnum):
     POLICY = "policy"
     BOUND = "bound"
     CLAIRVOYANT = "clairvoyant"
+
+
+class Search(StrEnum):
+    """Of CLAIRVOYANT, how much is tried."""
+
+    COARSE = "coarse"
+    EXHAUSTIVE = "exhaustive"
 
 
 class Cause(StrEnum):
@@ -61,7 +70,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`able` None for CAPACITY only. `longest_gap_seconds`: of BOUND, see sim.bounds."""
+    """`able` None for CAPACITY only. `policy`: of CLAIRVOYANT, its Search. `longest_gap_seconds`: of BOUND, see
+    sim.bounds."""
 
     kind: Kind
     cell: Cell
@@ -74,16 +84,17 @@ class Run:
 
     @property
     def label(self) -> str:
-        what = self.policy or self.kind.value
-        return (
-            f"{self.cell.name} {what} seed {self.seed}" if self.kind is not Kind.CAPACITY else f"{self.cell.name} rate"
-        )
+        if self.kind is Kind.CAPACITY:
+            return f"{self.cell.name} rate"
+        what = self.policy if self.kind is Kind.POLICY else " ".join(filter(None, (self.kind.value, self.policy)))
+        return f"{self.cell.name} {what} seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """`value`: the share of requests that attained; in a cell of nine percentiles 1 where all are met, else the inverse
-    of the worst over its limit; of CAPACITY requests a second. None where there is none, `note` says why."""
+    of the worst over its limit; of CAPACITY requests a second. None where there is none, `note` says why; `crashed`: by
+    a fault of the program, which says nothing of the policy."""
 
     value: float | None
     note: str = ""
@@ -95,6 +106,8 @@ class Result:
     figures: Mapping[str, float | None] = field(default_factory=dict)
     able: Mapping[str, Any] = field(default_factory=dict)
     cpu_seconds: float = 0.0
+    crashed: bool = False
+    own_machines: bool = False  # not the cell's, of which the bound is
 
     @property
     def capacity(self) -> Capacity:
@@ -130,7 +143,7 @@ def key(run: Run) -> str:
         inputs: Any = {name: document[name] for name in (*kept, "ttft_per_token", "every_seconds")}
         used = source.digest(["poolwright.sim.bounds", "poolwright.sim.profiles", "bench.policy.cells"])
     else:
-        is_ours = run.kind is Kind.POLICY and contenders.is_ours(run.policy)
+        is_ours = run.kind is Kind.POLICY and contenders.uses_ours(run.policy)
         used = sources(is_ours, run.kind is Kind.CLAIRVOYANT)
         inputs = {
             "cell": run.cell.document(),
@@ -157,8 +170,8 @@ def perform(run: Run) -> Result:
     except ValueError as error:
         result = Result(None, str(error))
     except Exception as error:
-        # One policy that fails takes nothing from the others.
-        result = Result(None, f"{type(error).__name__}: {error}")
+        # One policy that fails takes nothing from the others, and the comparison says that it did.
+        result = Result(None, f"{type(error).__name__}: {error}", crashed=True)
     return replace(result, cpu_seconds=time.process_time() - began)
 
 
@@ -173,7 +186,7 @@ def _capacity(run: Run) -> Result:
 
 
 def _policy(run: Run) -> Result:
-    where = world_of(run)
+    where = contenders.own_world(run.policy, world_of(run))
     policy, told = contenders.policy_of(run.policy, where)
     limit = time.process_time() + MOST_SECONDS
 
@@ -182,7 +195,11 @@ def _policy(run: Run) -> Result:
             raise TooSlow
 
     conditions = replace(where.conditions, progress=within_time)
-    return judged(simulate(policy, where.trace, told, conditions, seed=run.seed), where)
+    with without(contenders.part_left_out(run.policy)):
+        outcome = simulate(policy, where.trace, told, conditions, seed=run.seed)
+    result = judged(outcome, where)
+    said = "; ".join(text for text in (contenders.machines_text(where), result.note) if text)
+    return replace(result, note=said, own_machines=bool(contenders.machines_text(where)))
 
 
 def judged(outcome: RunOutcome, where: World) -> Result:
@@ -257,9 +274,20 @@ def _bound(run: Run) -> Result:
 
 def _clairvoyant(run: Run) -> Result:
     where = world_of(run)
+    horizon, is_coarse = where.trace.horizon_seconds, run.policy == Search.COARSE
     # A stationary world has no better split for one minute than for all.
-    window = CLAIRVOYANT_WINDOW_SECONDS if run.cell.changes else where.trace.horizon_seconds
-    found = clairvoyant.clairvoyant(where.trace, where.setting, where.conditions, window_seconds=window)
+    window = min(CLAIRVOYANT_WINDOW_SECONDS, horizon)
+    if is_coarse:
+        window = max(window, horizon / COARSE_WINDOWS)
+    found = clairvoyant.clairvoyant(
+        where.trace,
+        where.setting,
+        where.conditions,
+        window_seconds=window if run.cell.changes else horizon,
+        grid=clairvoyant.COARSE if is_coarse else clairvoyant.EXHAUSTIVE,
+        block_tokens=run.cell.block_tokens,
+        worth=lambda outcome: judged(outcome, where).value or 0.0,
+    )
     plan = "" if found.plan is None else ", ".join(f"{s.prompt}P{s.mixed}M" for s in found.plan)
     return replace(judged(found.outcome, where), note=f"{found.runs} runs: {plan}", figures=dict(found.by_name))
 

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 
 from bench.policy import contenders
 from bench.policy.cells import AS_IT_IS, Capacity, Cell, Twist
-from bench.policy.contenders import OURS
+from bench.policy.contenders import HELD, OURS, SHIPPED, STATIC
 from bench.policy.known import Known
-from bench.policy.runs import Kind, Run
+from bench.policy.runs import Kind, Result, Run, Search
 
 from poolwright.sim.traces import Copies
 
 # A policy that is so far behind ours in the first draw is not drawn again.
 FAR_BEHIND = 0.05
+# A policy that is so far behind ours in the first part of the first draw is not run to its end. That is a quarter; of a
+# cell that changes a third, with all that happens sooner.
+FAR_BEHIND_IN_PART = 0.15
+PART, PART_OF_CHANGES = 1 / 4, 1 / 3
+SPLITS_DRAWN = 3
 SPLITS_DRAWN_AGAIN = 2
-SHUFFLED_SEEDS = 2
 SHUFFLED_RIVALS = 2
 ALL_SPLITS_UP_TO = 4  # machines; with more, coarse first and then around the best
 FIRST_GRID = 6  # splits of the coarse sweep
@@ -34,7 +38,7 @@ FULL_ONLY = (
     "static-batching",
     "heteroscale",
 )
-# The search is for the cells of which something is to be shown beside it.
+# Something is to be shown beside the search in these.
 CLAIRVOYANT_MACHINES, CLAIRVOYANT_CAP = 4, 3.0
 
 Stages = Iterator[Sequence[Run]]
@@ -42,16 +46,32 @@ Stages = Iterator[Sequence[Run]]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """`policies`: the published ones. `references`: the bounds, the clairvoyant search and the shuffled row."""
+    """`policies`: the published ones. `search`: of clairvoyant, in cells of at most `searched_machines`; beside it, so
+    many rivals are told the future. `in_part`: who is far behind in the first part is not run to its end. `everywhere`:
+    policies far behind are drawn again, every cell has the column of admission, both sweeps are whole, and shuffled
+    copies have bounds."""
 
     policies: Sequence[str]
     seeds: int
-    references: bool
+    search: Search = Search.COARSE
+    searched_machines: int = 8
+    knowing_rivals: int = 3
+    shuffled_seeds: int = 5
+    in_part: bool = True
+    everywhere: bool = False
 
 
-DEFAULT = Effort(tuple(name for name in contenders.PUBLISHED if name not in FULL_ONLY), 5, True)
-QUICK = Effort(QUICK_POLICIES, 2, False)
-FULL = Effort(contenders.PUBLISHED, 5, True)
+DEFAULT = Effort(tuple(name for name in contenders.PUBLISHED if name not in FULL_ONLY), 5)
+QUICK = Effort(QUICK_POLICIES, 2, searched_machines=2, knowing_rivals=1, shuffled_seeds=0, in_part=False)
+FULL = Effort(
+    (*contenders.PUBLISHED, *(f"{name}:router=queue" for name in contenders.OUR_ROUTER), "distserve:parallelism=same"),
+    5,
+    Search.EXHAUSTIVE,
+    searched_machines=40,
+    knowing_rivals=len(contenders.PUBLISHED),
+    in_part=False,
+    everywhere=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,53 +88,91 @@ class Questions:
     def value(self, name: str, seed: int, copies: Copies = Copies.JITTERED, twist: Twist = AS_IT_IS) -> float | None:
         return self.known.value(self.policy(name, seed, copies, twist))
 
-    def bound(self, seed: int) -> Run:
+    def part(self, name: str) -> Run:
+        """The first part of the first draw."""
+        return replace(self.policy(name, 1), cell=in_part(self.cell))
+
+    def behind_in_part(self, name: str) -> float | None:
+        """How far behind ours; None where it is not known."""
+        own, other = (self.known.value(self.part(one)) for one in (OURS, name))
+        return None if own is None or other is None else own - other
+
+    def near(self, names: Iterable[str]) -> list[str]:
+        """Those that are not far behind in part, or of which no part is known."""
+        behind = [(self.behind_in_part(name) or 0.0, name) for name in names]
+        return [name for by, name in behind if by <= FAR_BEHIND_IN_PART]
+
+    def bound(self, seed: int, copies: Copies = Copies.JITTERED) -> Run:
         """Of policies whose longest gap is what was seen; coarse, so that a run more seldom asks for another one."""
+        gaps = [result.longest_gap_seconds for result in self.bounded(seed, copies).values()]
         longest = 0.125
-        while longest < self._longest_gap(seed):
+        while longest < max(gaps, default=0.0):
             longest *= 2
-        return Run(Kind.BOUND, self.cell, seed=seed, able=self.able, longest_gap_seconds=longest)
+        return Run(Kind.BOUND, self.cell, seed=seed, copies=copies, able=self.able, longest_gap_seconds=longest)
 
-    def _longest_gap(self, seed: int) -> float:
-        names = [OURS, *contenders.PUBLISHED, *self.splits_known()]
-        plain = [self.policy(name, seed, twist=twist) for name in names for twist in (AS_IT_IS, Twist(knows=True))]
-        found = [self.known(run) for run in (*plain, self.clairvoyant(seed))]
-        return max((result.longest_gap_seconds for result in found if result is not None), default=0.0)
+    def bounded(self, seed: int, copies: Copies = Copies.JITTERED) -> dict[str, Result]:
+        """Of this draw, all that is known of what may not pass the bound, by what it is called: the knowing too, and
+        none whose machines are its own."""
+        plain = [OURS, *SHIPPED, *FULL.policies, *self._every_split(HELD), *self._every_split(STATIC)]
+        names = [*plain, *(with_admission(name) for name in plain if not contenders.is_split(name))]
+        runs = {name: self.policy(name, seed, copies) for name in names}
+        runs |= {f"{name}, knowing": self.policy(name, seed, copies, Twist(knows=True)) for name in plain}
+        runs |= {f"clairvoyant, {search}": self.clairvoyant(seed, search, copies) for search in Search}
+        found = {name: self.known(run) for name, run in runs.items()}
+        return {name: result for name, result in found.items() if result is not None and not result.own_machines}
 
-    def clairvoyant(self, seed: int) -> Run:
-        return Run(Kind.CLAIRVOYANT, self.cell, seed=seed, able=self.able)
+    def clairvoyant(self, seed: int, search: Search, copies: Copies = Copies.JITTERED) -> Run:
+        return Run(Kind.CLAIRVOYANT, self.cell, search.value, seed, copies, able=self.able)
 
-    def splits_known(self, seed: int = 1) -> list[str]:
-        """Of the sweep, best first."""
-        found = [(self.value(name, seed), name) for name in self._every_split()]
+    def splits_known(self, seed: int = 1, part: bool = False) -> list[str]:
+        """Of both sweeps, best first; `part`: by the first part alone."""
+        names = [name for base in (HELD, STATIC) for name in self._every_split(base)]
+        found = [(self.known.value(self.part(name)) if part else self.value(name, seed), name) for name in names]
         known = [(value, name) for value, name in found if value is not None]
         return [name for _, name in sorted(known, key=lambda row: -row[0])]
 
-    def _every_split(self) -> list[str]:
+    def _every_split(self, base: str) -> list[str]:
         prompts = range(self.cell.machines + 1)
-        mixed = [f"static:0/0/{self.cell.machines}"]
-        return [name for m in (0, 1) for name in contenders.splits(self.cell, prompts, m)] + mixed
+        mixed = [f"{base}:0/0/{self.cell.machines}"]
+        return [name for m in (0, 1) for name in contenders.splits(self.cell, prompts, m, base)] + mixed
 
-    def sweep(self) -> Stages:
-        """In hindsight, on the first draw."""
-        every = self._every_split()
+    def sweeps(self, effort: Effort) -> Stages:
+        """In hindsight, on the first draw: with Poolwright's router and engines, and then with those of baselines the
+        splits that were best, or all."""
+        yield from self._sweep(HELD, effort.in_part)
+        if effort.everywhere:
+            yield from self._sweep(STATIC, effort.in_part)
+            return
+        if effort.in_part:
+            best = self.splits_known(part=True)[:SPLITS_DRAWN]
+            yield [self.policy(name, 1) for name in best]
+        best = [name for name in self.splits_known() if contenders.parts(name)[0] == HELD]
+        again = [name.replace(HELD, STATIC, 1) for name in best[:SPLITS_DRAWN_AGAIN]]
+        yield [self.policy(name, 1) for name in again]
+
+    def _sweep(self, base: str, part: bool) -> Stages:
+        every = self._every_split(base)
+
+        def runs(names: Iterable[str]) -> list[Run]:
+            return [self.part(name) if part else self.policy(name, 1) for name in names]
+
         if self.cell.machines <= ALL_SPLITS_UP_TO:
-            yield [self.policy(name, 1) for name in every]
+            yield runs(every)
             return
         step = -(-self.cell.machines // FIRST_GRID)
         prompts = range(step // 2 or 1, self.cell.machines, step)
-        yield [self.policy(name, 1) for name in (*contenders.splits(self.cell, prompts, 0), every[-1])]
+        yield runs((*contenders.splits(self.cell, prompts, 0, base), every[-1]))
         last = ""
         while True:
             step = max(1, step // 2)
-            pools = [name for name in self.splits_known() if name != every[-1]]
+            pools = [name for name in self.splits_known(part=part) if name in every[:-1]]
             if not pools or pools[0] == last:
                 return
             last = pools[0] if step == 1 else ""
             best = contenders.split_of(pools[0], self.cell)[0]
             near = (best - step, best, best + step)
-            names = [*contenders.splits(self.cell, near, 0), *contenders.splits(self.cell, near, 1)]
-            yield [self.policy(name, 1) for name in names if name in every]
+            names = [*contenders.splits(self.cell, near, 0, base), *contenders.splits(self.cell, near, 1, base)]
+            yield runs(name for name in names if name in every)
 
     def rivals(self, policies: Iterable[str], copies: Copies = Copies.JITTERED) -> list[str]:
         """Not far behind ours in the first draw, the best first."""
@@ -135,36 +193,43 @@ def questions(cell: Cell, known: Known) -> Questions | None:
 
 
 def comparison(cell: Cell, known: Known, effort: Effort) -> Stages:
-    """Nothing may be asked of a stage's results before it was yielded."""
+    """Nothing may be asked of a stage's results before it was yielded. What comes first is known where time ends early:
+    one draw of everything, then the others, then what it is held against."""
     yield [capacity_of(cell)]
     asked = questions(cell, known)
     if asked is None:
         return
     seeds = range(1, effort.seeds + 1)
-    yield [asked.policy(OURS, seed) for seed in seeds]
-    yield [asked.policy(name, 1) for name in effort.policies]
-    yield from asked.sweep()
-    again = [*asked.rivals(effort.policies), *asked.splits_known()[:SPLITS_DRAWN_AGAIN]]
+    policies = [*SHIPPED, *effort.policies]
+    yield [asked.policy(OURS, 1)]
+    if effort.in_part:
+        yield [asked.part(name) for name in (OURS, *effort.policies)]
+        policies = [*SHIPPED, *asked.near(effort.policies)]
+    yield [asked.policy(name, 1) for name in policies]
+    yield from asked.sweeps(effort)
+    again = [OURS, *asked.splits_known()[:SPLITS_DRAWN_AGAIN]]
+    again += policies if effort.everywhere else asked.rivals(policies)
     yield [asked.policy(name, seed) for seed in seeds for name in again]
-    if cell.admission:
-        yield [asked.policy(with_admission(OURS), seed) for seed in seeds]
-        behind = [with_admission(name) for name in effort.policies]
-        yield [asked.policy(name, 1) for name in behind]
-    if not effort.references:
-        return
-    copies = Copies.SHUFFLED
-    row = [OURS, *asked.splits_known()[:1], *asked.rivals(effort.policies)[:SHUFFLED_RIVALS]]
-    yield [asked.policy(name, seed, copies) for name in row for seed in range(1, SHUFFLED_SEEDS + 1)]
+    if cell.admission or effort.everywhere:
+        behind = policies if effort.everywhere else asked.rivals(policies)
+        yield [asked.policy(with_admission(name), 1) for name in (OURS, *behind)]
+        yield [asked.policy(with_admission(name), seed) for seed in seeds for name in (OURS, *behind[:1])]
+    knowing = [OURS, *asked.rivals(policies)[: effort.knowing_rivals], *asked.splits_known()[:1]]
+    yield [asked.policy(name, 1, twist=Twist(knows=True)) for name in knowing]
+    if cell.machines <= effort.searched_machines:
+        yield [asked.clairvoyant(1, effort.search)]
     if not cell.nine:
-        knowing = [OURS, *asked.rivals(effort.policies)[:1], *asked.splits_known()[:1]]
-        yield [asked.policy(name, 1, twist=Twist(knows=True)) for name in knowing]
-        yield [asked.bound(1)]
-        if has_clairvoyant(cell):
-            yield [asked.clairvoyant(1)]
-            yield [asked.bound(1)]
+        yield [asked.bound(seed) for seed in seeds]
+    copies = Copies.SHUFFLED
+    row = [OURS, *asked.splits_known()[:1], *asked.rivals(name for name in policies if name not in SHIPPED)]
+    row = row[: 2 + SHUFFLED_RIVALS]
+    shuffled = range(1, effort.shuffled_seeds + 1)
+    yield [asked.policy(name, seed, copies) for seed in shuffled for name in row]
+    if effort.everywhere and not cell.nine:
+        yield [asked.bound(seed, copies) for seed in shuffled]
 
 
-def has_clairvoyant(cell: Cell) -> bool:
+def claims_clairvoyant(cell: Cell) -> bool:
     return cell.machines >= CLAIRVOYANT_MACHINES and (cell.cap or 0.0) >= CLAIRVOYANT_CAP
 
 
@@ -192,6 +257,10 @@ def shortened(cell: Cell, seconds: float) -> Cell:
         lost=lost and replace(lost, at_seconds=lost.at_seconds * scale, back_after_seconds=back),
         flood=flood and replace(flood, at_seconds=flood.at_seconds * scale, hold_seconds=flood.hold_seconds * scale),
     )
+
+
+def in_part(cell: Cell) -> Cell:
+    return shortened(cell, cell.seconds * (PART_OF_CHANGES if cell.changes else PART))
 
 
 MakeStages = Callable[[Cell], Stages]

@@ -10,16 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.policy.cells import AS_IT_IS, Cell, Twist
-from bench.policy.contenders import OURS
+from bench.policy.contenders import OURS, WITHOUT
 from bench.policy.known import Known
+from bench.policy.parts import PARTS
 from bench.policy.schedule import Stages, capacity_of, questions
 from bench.policy.verdict import Difference, paired
 
 from poolwright.core.ledger import ReturnRule
 from poolwright.sim.ours import Options
 
-CELLS = ("conversation-70b-n4", "swing-70b-n4", "mooncake-70b-h100-n4")
+CELLS = (
+    "conversation-70b-n4",
+    "code-70b-n2",
+    "wrong-split-70b-n8",
+    "burst-8b-n4",
+    "mooncake-70b-h100-n4",
+    "swing-70b-n4",
+)
 SEEDS = (1, 2, 3)
+FAR = 1000  # more than any window holds moves
 TWISTS: Mapping[str, Twist] = {
     "output forecast halved": Twist(forecast=0.5),
     "output forecast doubled": Twist(forecast=2.0),
@@ -57,13 +66,18 @@ AS_IS = Variant("as it is", OURS)
 
 
 def ablation() -> list[Variant]:
-    """Every part that can be off, off; every one that is off, on."""
+    """Every part that can be off, off; every one that is off, on. Relegation and refusal are among the options."""
     kinds = typing.get_type_hints(Options)
     found = [AS_IS]
     for part in dataclasses.fields(Options):
         if kinds[part.name] is bool:
             word = "off" if part.default else "on"
             found.append(Variant(f"{part.name} {word}", f"{OURS}:{part.name}={word}"))
+    found += [
+        Variant("dwell off", f"{OURS}:dwell_seconds=0"),
+        Variant("cap on moves off", f"{OURS}:max_moves_per_window={FAR}"),
+        *(Variant(f"{part} off", f"{OURS}:{WITHOUT}={part}") for part in PARTS),
+    ]
     found.append(Variant("lent machines return when idle", f"{OURS}:return_rule={ReturnRule.IDLE.name.lower()}"))
     return found
 
@@ -76,7 +90,7 @@ def stages(cell: Cell, known: Known, variants: Sequence[Variant], seeds: Sequenc
     yield [capacity_of(cell)]
     asked = questions(cell, known)
     if asked is not None:
-        yield [asked.policy(v.policy, seed, twist=v.twist) for v in variants for seed in seeds]
+        yield [asked.policy(v.policy, seed, twist=v.twist) for seed in seeds for v in variants]
 
 
 def effects(cell: Cell, known: Known, variants: Sequence[Variant], seeds: Sequence[int]) -> list[Effect]:

@@ -46,21 +46,32 @@ def cell_lines(judged: Judged) -> list[str]:
     said = [heading(judged), *aligned(heads, rows)]
     said.append(f"  clairvoyant {_share(judged.clairvoyant)}, bound {_share(judged.bound)} (first draw)")
     if judged.shuffled:
-        said.append("  shuffled: " + ", ".join(f"{name} {value:.3f}" for name, value in judged.shuffled.items()))
+        said.append(f"  shuffled: {shuffled_text(judged)}")
     said += [f"  {claim_text(claim)}" for claim in judged.claims]
     said += [f"  WRONG: {fault}" for fault in judged.faults]
+    said += [f"  FAILED: {crash}" for crash in judged.crashes]
     return [*said, f"  verdict: {judged.verdict}"]
 
 
 def claim_text(claim: Any) -> str:
     held = {True: "holds", False: "missed", None: "open"}[claim.holds]
-    return f"ours / {claim.name}: {_share(claim.ratio)}, to be at least {claim.least:g}: {held}"
+    asked = "above" if claim.above else "at least"
+    why = f"; {claim.why}" if claim.why else ""
+    return f"ours / {claim.name}: {_share(claim.ratio)}, to be {asked} {claim.least:g}: {held}{why}"
+
+
+def shuffled_text(judged: Judged) -> str:
+    return ", ".join(
+        f"{name} {found.value:.3f}"
+        + (f" (ours less it {difference_text(found.difference)})" if found.difference else "")
+        for name, found in judged.shuffled.items()
+    )
 
 
 def row_texts(row: Row) -> list[str]:
     return [
         row.policy,
-        _share(row.value) if row.value is not None or not row.note else row.note[:40],
+        value_text(row),
         difference_text(row.difference),
         "" if row.difference is None and row.standing is not Standing.OPEN else row.standing.value,
         str(row.draws),
@@ -68,6 +79,12 @@ def row_texts(row: Row) -> list[str]:
         f"{row.lost_machine_seconds:.0f}",
         causes_text(row.causes),
     ]
+
+
+def value_text(row: Row) -> str:
+    if row.in_part is not None:
+        return f"{row.in_part:.3f} in part"
+    return _share(row.value) if row.value is not None or not row.note else row.note[:40]
 
 
 def difference_text(difference: Difference | None) -> str:
@@ -87,7 +104,7 @@ def _share(value: float | None) -> str:
 
 
 def summary_lines(found: Sequence[Judged]) -> list[str]:
-    short = [judged for judged in found if judged.verdict != "at least as good as all"]
+    short = [judged for judged in found if not judged.is_good]
     claims = [claim for judged in found for claim in judged.claims]
     said = [f"{len(found) - len(short)} of {len(found)} cells: at least as good as all"]
     said += [f"  {judged.cell.name}: {judged.verdict}" for judged in short]

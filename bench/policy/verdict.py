@@ -6,32 +6,45 @@ Numbers and words only; it runs nothing and lays out nothing.
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
-from bench.policy.cells import AS_IT_IS, Cell, Twist
-from bench.policy.contenders import OURS
+from bench.policy.cells import Cell
+from bench.policy.contenders import OURS, SHIPPED, is_split
 from bench.policy.known import Known
-from bench.policy.runs import Result
-from bench.policy.schedule import FAR_BEHIND, Effort, Questions, has_clairvoyant, questions, with_admission
+from bench.policy.runs import Result, Search
+from bench.policy.schedule import (
+    FAR_BEHIND,
+    FAR_BEHIND_IN_PART,
+    Effort,
+    Questions,
+    claims_clairvoyant,
+    questions,
+    with_admission,
+)
 
 from poolwright.sim.traces import Copies
 
 CONFIDENCE = 95.0
 RESAMPLES = 10_000
+SHUFFLED_DRAWS = 5
 # What is to be shown: shares of the best split in hindsight, of clairvoyant, and of the bound.
 OF_SPLIT, OF_CLAIRVOYANT, OF_BOUND = 0.98, 0.95, 0.9
 
 
 class Standing(StrEnum):
-    """Of ours beside another. ONE_DRAW: far ahead in the first draw, and not drawn again. OPEN: not drawn yet."""
+    """Of ours beside another. ONE_DRAW: far ahead in the first draw, and not drawn again. IN_PART: far ahead in the
+    first part of it, and not run to its end. OPEN: not drawn yet. FAILED: the other one's run ended without a result,
+    so that nothing is known of it."""
 
     AHEAD = "ahead"
     LEVEL = "level"
     SHORT = "short"
     ONE_DRAW = "far ahead, one draw"
+    IN_PART = "far ahead in part"
     OPEN = "open"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +73,34 @@ class Row:
     difference: Difference | None
     standing: Standing
     why: str
+    in_part: float | None = None  # in the first part of the first draw, where that is all that is known of it
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Something that is to be shown of ours in this cell: `ratio` to be at least `least`. None: not known."""
+    """Something that is to be shown of ours in this cell: `ratio` to be at least `least`, or `above` it. None: not
+    known. `why`: where it is missed, what ours loses its requests to."""
 
     name: str
     ratio: float | None
     least: float
+    above: bool = False
+    why: str = ""
 
     @property
     def holds(self) -> bool | None:
-        return None if self.ratio is None else self.ratio >= self.least
+        if self.ratio is None:
+            return None
+        return self.ratio > self.least if self.above else self.ratio >= self.least
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
+    """One policy where copies have each other's lengths. `difference`: of ours less it, by draw."""
+
+    value: float
+    draws: int
+    difference: Difference | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +108,15 @@ class Judged:
     cell: Cell
     requests_per_second: float
     requests: int
-    rows: Sequence[Row]  # ours first, then the best split in hindsight, then the published ones from the best
+    # Ours first, then as it is shipped, the best split in hindsight, and the published ones from the best.
+    rows: Sequence[Row]
     split: str
     clairvoyant: float | None
     bound: float | None
-    shuffled: Mapping[str, float]
+    shuffled: Mapping[str, Shuffled]
     claims: Sequence[Claim]
     faults: Sequence[str]
+    crashes: Sequence[str]
 
     @property
     def ours(self) -> Row:
@@ -96,16 +126,26 @@ class Judged:
     def verdict(self) -> str:
         if self.ours.value is None:
             return "ours was not run" + (f": {self.ours.note}" if self.ours.note else "")
-        short = [row for row in self.rows[1:] if row.standing is Standing.SHORT and row.difference is not None]
-        open_ = [row for row in self.rows[1:] if row.standing is Standing.OPEN]
+        others = [row for row in self.rows[1:] if row.policy not in SHIPPED]
+        short = [row for row in others if row.standing is Standing.SHORT and row.difference is not None]
+        open_ = [row for row in others if row.standing is Standing.OPEN]
+        failed = [row.policy for row in others if row.standing is Standing.FAILED]
         said = [f"not drawn yet: {len(open_)}"] if open_ else []
+        said += [f"without a result: {', '.join(failed)}"] if failed else []
         if not short:
-            return "; ".join(["at least as good as all" + (" that was drawn" if open_ else ""), *said])
+            return "; ".join(["at least as good as all" + (" that has a result" if said else ""), *said])
         worst = min(short, key=lambda row: row.difference.mean if row.difference else 0.0)
         assert worst.difference is not None
         behind = f"short of {worst.policy} by {-worst.difference.mean:.3f}{_interval(worst.difference)}: {worst.why}"
-        others = [f"and of {len(short) - 1} more by less"] if len(short) > 1 else []
-        return "; ".join([behind, *others, *said])
+        more = [f"and of {len(short) - 1} more by less"] if len(short) > 1 else []
+        return "; ".join([behind, *more, *said])
+
+    @property
+    def is_good(self) -> bool:
+        """At least as good as every other, all of which were drawn and have a result."""
+        rows = [row for row in self.rows if row.policy not in SHIPPED]
+        done = {Standing.AHEAD, Standing.LEVEL, Standing.ONE_DRAW, Standing.IN_PART}
+        return self.ours.value is not None and all(row.standing in done for row in rows)
 
 
 def _interval(difference: Difference) -> str:
@@ -152,11 +192,12 @@ def judge(cell: Cell, known: Known, effort: Effort) -> Judged | None:
     drawn = [name for name in splits if len(_results(asked, name, seeds)) > 1] or splits[:1]
     split = max(drawn, key=lambda name: _mean_value(_results(asked, name, seeds)) or 0.0, default="")
     published = [_row(asked, name, seeds, own, effort) for name in effort.policies]
-    published.sort(key=lambda row: -1.0 if row.value is None else row.value, reverse=True)
-    rows = [_row(asked, OURS, seeds, own, effort)]
+    # Whoever is known in part alone comes after the others.
+    published.sort(key=lambda row: (row.value if row.value is not None else -1.0, row.in_part or 0.0), reverse=True)
+    rows = [_row(asked, name, seeds, own, effort) for name in (OURS, *SHIPPED)]
     rows += [_row(asked, split, seeds, own, effort)] if split else []
     rows += published
-    clairvoyant, bound = _clairvoyant(asked, rows), known.value(asked.bound(1))
+    clairvoyant, bound = _clairvoyant(asked), known.value(asked.bound(1))
     return Judged(
         cell,
         sum(asked.able.requests_per_second) / len(asked.able.requests_per_second) * cell.share,
@@ -166,8 +207,9 @@ def judge(cell: Cell, known: Known, effort: Effort) -> Judged | None:
         clairvoyant,
         bound,
         _shuffled(asked, [row.policy for row in rows]),
-        _claims(asked, rows, clairvoyant, bound),
-        _faults(asked, rows, bound),
+        _claims(asked, rows, split, clairvoyant, bound),
+        _faults(asked, seeds),
+        [f"{row.policy}: {row.note}" for row in rows if _crashed(asked, row.policy, seeds)],
     )
 
 
@@ -189,12 +231,18 @@ def _row(asked: Questions, name: str, seeds: Sequence[int], own: Mapping[int, Re
     first = asked.known(asked.policy(name, 1))
     difference = None if name == OURS else paired(_values(own), _values(results))
     stands = Standing.LEVEL if name == OURS else standing(difference, len(own))
-    behind = _results(asked, with_admission(name), seeds) if asked.cell.admission and "static" not in name else {}
+    behind_in_part = asked.behind_in_part(name) if effort.in_part and not results else None
+    if behind_in_part is not None and behind_in_part > FAR_BEHIND_IN_PART:
+        stands = Standing.IN_PART
+    notes = _without_value(asked, name, seeds)
+    if notes and name != OURS:
+        stands = Standing.FAILED
+    behind = {} if is_split(name) else _results(asked, with_admission(name), seeds)
     return Row(
         name,
         _mean_value(results),
         len(results),
-        first.note if first is not None and first.value is None else "",
+        notes[0] if notes else first.note if first is not None and first.own_machines else "",
         _mean_causes(results),
         _mean(result.moves_per_hour for result in results.values()),
         _mean(result.lost_machine_seconds for result in results.values()),
@@ -202,7 +250,18 @@ def _row(asked: Questions, name: str, seeds: Sequence[int], own: Mapping[int, Re
         difference,
         stands,
         _why(own, results) if stands is Standing.SHORT else "",
+        asked.known.value(asked.part(name)) if behind_in_part is not None else None,
     )
+
+
+def _without_value(asked: Questions, name: str, seeds: Sequence[int]) -> list[str]:
+    found = [asked.known(run) for run in (*(asked.policy(name, seed) for seed in seeds), asked.part(name))]
+    return [result.note or "no result" for result in found if result is not None and result.value is None]
+
+
+def _crashed(asked: Questions, name: str, seeds: Sequence[int]) -> bool:
+    found = [asked.known(run) for run in (*(asked.policy(name, seed) for seed in seeds), asked.part(name))]
+    return any(result is not None and result.crashed for result in found)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -228,46 +287,65 @@ def _why(own: Mapping[int, Result], other: Mapping[int, Result]) -> str:
     return f"{cause} ({mine[cause]:.3f} of requests, {theirs.get(cause, 0.0):.3f} there)"
 
 
-def _clairvoyant(asked: Questions, rows: Sequence[Row]) -> float | None:
+def _clairvoyant(asked: Questions) -> float | None:
     """The best that was found on the first draw by whatever means; None before the search."""
-    searched = asked.known.value(asked.clairvoyant(1))
-    if searched is None:
+    searched = [asked.known.value(asked.clairvoyant(1, search)) for search in Search]
+    if all(value is None for value in searched):
         return None
-    names = [row.policy for row in rows]
-    found = [asked.value(name, 1, twist=twist) for name in names for twist in (AS_IT_IS, Twist(knows=True))]
-    return max([searched, *(value for value in found if value is not None)])
+    return max(result.value for result in asked.bounded(1).values() if result.value is not None)
 
 
-def _shuffled(asked: Questions, names: Sequence[str]) -> dict[str, float]:
-    found = {}
+def _shuffled(asked: Questions, names: Sequence[str]) -> dict[str, Shuffled]:
+    values: dict[str, dict[int, float]] = {}
     for name in names:
-        values = [asked.value(name, seed, Copies.SHUFFLED) for seed in range(1, 6)]
-        there = [value for value in values if value is not None]
-        if there:
-            found[name] = statistics.fmean(there)
-    return found
+        for seed in range(1, SHUFFLED_DRAWS + 1):
+            value = asked.value(name, seed, Copies.SHUFFLED)
+            if value is not None:
+                values.setdefault(name, {})[seed] = value
+    own = values.get(OURS, {})
+    return {
+        name: Shuffled(statistics.fmean(found.values()), len(found), None if name == OURS else paired(own, found))
+        for name, found in values.items()
+    }
 
 
-def _claims(asked: Questions, rows: Sequence[Row], clairvoyant: float | None, bound: float | None) -> list[Claim]:
-    cell, own, first = asked.cell, rows[0].value, asked.value(OURS, 1)
-    best = rows[1].value if len(rows) > 1 and rows[1].policy.startswith("static") else None
+def _claims(
+    asked: Questions, rows: Sequence[Row], split: str, clairvoyant: float | None, bound: float | None
+) -> list[Claim]:
+    cell, own, first = asked.cell, rows[0].value, asked.known(asked.policy(OURS, 1))
+    best = next((row.value for row in rows if row.policy == split), None)
     ratio = own / best if own is not None and best else None
-    claims = [Claim("best split in hindsight", ratio, 1.0 if cell.changes else OF_SPLIT)]
-    if cell.nine or first is None:
+    name = "best split in hindsight"
+    claims = [_claim(name, ratio, 1.0 if cell.changes else OF_SPLIT, rows[0].causes, above=cell.changes)]
+    if cell.nine or first is None or first.value is None:
         return claims
-    if has_clairvoyant(cell):
-        claims.append(Claim("clairvoyant", first / clairvoyant if clairvoyant else None, OF_CLAIRVOYANT))
+    if claims_clairvoyant(cell):
+        claims.append(
+            _claim("clairvoyant", first.value / clairvoyant if clairvoyant else None, OF_CLAIRVOYANT, first.causes)
+        )
     if clairvoyant is not None and bound and clairvoyant >= OF_CLAIRVOYANT * bound:
-        claims.append(Claim("bound", first / bound, OF_BOUND))
+        claims.append(_claim("bound", first.value / bound, OF_BOUND, first.causes))
     return claims
 
 
-def _faults(asked: Questions, rows: Sequence[Row], bound: float | None) -> list[str]:
-    """What cannot be, if bounds and runs are right."""
-    if bound is None:
-        return []
-    names = [row.policy for row in rows]
-    found = {name: asked.value(name, 1, twist=twist) for name in names for twist in (AS_IT_IS, Twist(knows=True))}
-    found["clairvoyant"] = asked.known.value(asked.clairvoyant(1))
-    above = {name: value for name, value in found.items() if value is not None and value > bound + 1e-9}
-    return [f"{name} attained {value:.4f}, above the bound {bound:.4f}" for name, value in above.items()]
+def _claim(name: str, ratio: float | None, least: float, causes: Mapping[str, float], above: bool = False) -> Claim:
+    claim = Claim(name, ratio, least, above)
+    if claim.holds is not False or not causes:
+        return claim
+    cause = max(causes, key=lambda cause: causes[cause])
+    return replace(claim, why=f"mostly {cause}, {causes[cause]:.3f} of requests")
+
+
+def _faults(asked: Questions, seeds: Sequence[int]) -> list[str]:
+    """What cannot be, if bounds and runs are right: of every draw, whatever has a result."""
+    faults = []
+    for copies in Copies:
+        for seed in seeds:
+            bound = asked.known.value(asked.bound(seed, copies))
+            if bound is None:
+                continue
+            for name, result in asked.bounded(seed, copies).items():
+                if result.value is not None and result.value > bound + 1e-9:
+                    where = f"draw {seed}, {copies.value}"
+                    faults.append(f"{name} attained {result.value:.4f} in {where}, above the bound {bound:.4f}")
+    return faults

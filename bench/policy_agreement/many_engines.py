@@ -45,7 +45,7 @@ LEAST_GAPS = 5000
 class Setup:
     """`machine`: a name of `poolwright.sim.profiles`. `slo`: the pool's, as routers are told it beside what work costs.
     `slowed`: steps take so many times what the table says. `lone_prompts`: two lengths for the idle pool, a step
-    each."""
+    each. `least_gaps`: of a repeat, for the percentiles that are compared."""
 
     roles: tuple[Role, ...]
     machine: str
@@ -56,6 +56,7 @@ class Setup:
     lone_rounds: int
     slowed: float = 1.0
     max_model_len: int = 4096
+    least_gaps: int = 0
 
     def model(self) -> MachineModel:
         """The table's steps, with the KV that these engines hold and hand over."""
@@ -89,7 +90,8 @@ def standard() -> Setup:
     load = Load(44.0, 2.5, Lengths(median=400, spread=0.6, least=64, most=2000), Lengths(60, 0.5, 8, 160), seed=7)
     roles = (Role.PROMPT, Role.PROMPT, Role.TOKEN, Role.TOKEN, Role.TOKEN, Role.MIXED)
     slo = Slo(ttft_seconds=2.0, tbt_seconds=0.4)
-    return Setup(roles, "a100-llama-70b-tp4", load, EngineOptions(512, 64), slo, (128, 512), 10, slowed=2.0)
+    options = EngineOptions(512, 64)
+    return Setup(roles, "a100-llama-70b-tp4", load, options, slo, (128, 512), 10, slowed=2.0, least_gaps=LEAST_GAPS)
 
 
 def short() -> Setup:
@@ -151,6 +153,6 @@ async def _ways(machines: Sequence[Machine], setup: Setup, folder: Path) -> Ways
 def _compare(section: Section, setup: Setup) -> None:
     model, network = setup.model(), Ways(**section["ways"]).network()
     runs = [repeats.answers_of(repeat) for repeat in section["repeats"]]
-    section["least_gaps"] = LEAST_GAPS
+    section["least_gaps"] = setup.least_gaps
     theirs = [simulated(answers, setup.roles, model, network, setup.options, setup.slo) for answers in runs]
     section["rows"] = [row.as_json() for row in comparison.rows([seen(answers) for answers in runs], theirs, LIMITS)]

@@ -46,9 +46,8 @@ def shown(section: Mapping[str, Any]) -> str:
 def facts(section: Mapping[str, Any]) -> list[str]:
     repeats = section["repeats"]
     answers = len(repeats[0]["answers"])
-    gaps = sum(len(tokens) - 1 for _, _, tokens in repeats[0]["answers"])
-    lines = [f"{len(repeats)} repeats of {answers} requests with {gaps} gaps each."]
-    if "least_gaps" in section and gaps < section["least_gaps"]:
+    lines = [f"{len(repeats)} repeats of {answers} requests with at least {least_gaps(section)} gaps each."]
+    if not enough_gaps(section):
         lines[0] += f" **Fewer than the {section['least_gaps']} that such percentiles ask for.**"
     if "step_errors" in section:
         found = section["step_errors"]
@@ -68,13 +67,23 @@ def facts(section: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def least_gaps(section: Mapping[str, Any]) -> int:
+    """Of the repeat that has fewest."""
+    return min(sum(len(tokens) - 1 for _, _, tokens in repeat["answers"]) for repeat in section["repeats"])
+
+
+def enough_gaps(section: Mapping[str, Any]) -> bool:
+    return bool(least_gaps(section) >= section.get("least_gaps", 0))
+
+
 def steps_agree(section: Mapping[str, Any]) -> bool:
     return bool(section["step_errors"]["mean"] <= section["step_limit"])
 
 
 def agrees(section: Mapping[str, Any]) -> bool:
-    """Every row, and the steps where they are compared."""
-    return all(row["agrees"] for row in section["rows"]) and ("step_errors" not in section or steps_agree(section))
+    """Every row, and the steps where they are compared; too few gaps are no agreement, whatever they say."""
+    steps = "step_errors" not in section or steps_agree(section)
+    return steps and enough_gaps(section) and all(row["agrees"] for row in section["rows"])
 
 
 def _about(section: Mapping[str, Any], about: Mapping[str, Any]) -> str:

@@ -73,8 +73,12 @@ def tiles_for(
     while small_rows < group:
         small_rows *= 2
     wide = head_size > 128 or element_bytes > 2
-    keys = 32 if wide else 64
+    keys = (32 if small_rows <= 32 else 16) if wide else 64
     is_padded = head_size & (head_size - 1) > 0  # to a power of two, and masked for it, which takes registers
+    if not has_chunks and small_rows > 16:
+        # A third program would leave too few registers for 32 rows, a second for more, which take twice the warps.
+        warps, programs = (4, 2) if small_rows == 32 else (8, 1)
+        return Tiles(128, keys, 3, small_rows, keys, 5, warps, programs)
     if not has_chunks:
         # Converting an 8-bit cache takes registers, of which a third program would leave too few.
         programs = 2 if wide or (cache_bytes == 1 and (is_padded or head_size > 64)) else 3

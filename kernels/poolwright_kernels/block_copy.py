@@ -21,6 +21,8 @@ def copy_blocks_reference(source: Tensor, target: Tensor, source_ids: Tensor, ta
                              copy within a cache, one of them in pinned host memory for a swap
     source_ids, target_ids:  (pairs,) int64 on the accelerator if either cache is; target ids distinct, and none among
                              the source ids of the same cache
+
+    Raises ValueError for caches that do not fit each other.
     """
     _check(source, target, source.shape[1], source.shape[4])
     kept = (source_ids >= 0) & (target_ids >= 0)
@@ -39,7 +41,8 @@ def gather_blocks_reference(
 def scatter_blocks_reference(
     packed: Tensor, cache: Tensor, block_ids: Tensor, first_layer: int, first_head: int
 ) -> None:
-    """The reverse: writes a packed part into the cache, in place. block_ids are distinct; one of -1 is skipped."""
+    """The reverse: writes a packed part into the cache, in place. block_ids: int64, on the cache's device,
+    distinct; one of -1 is skipped. Raises ValueError for a part that does not fit the cache."""
     part = _part(cache, first_layer, packed.shape[1], first_head, packed.shape[4])
     _check_packed(packed, cache, block_ids)
     kept = block_ids >= 0

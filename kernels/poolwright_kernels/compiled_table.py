@@ -24,7 +24,8 @@ from poolwright_kernels.machine_code import Loop
 
 PATHS = {family: Path(__file__).with_name(f"compiled_{family}.json") for family in ("operations", "attention")}
 
-# The oldest that the project supports, the one that PyTorch 2.13 is built with, and the newest on PyPI.
+# The oldest that the project supports, what its PyTorch (2.13) pins, and the newest on PyPI, which the newest PyTorch
+# (2.15) pins.
 TRITON_VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
 
 _HEAD_SIZES = (64, 96, 128, 256)
@@ -32,6 +33,7 @@ _GROUPS = (1, 3, 4, 8)  # of rotary_write
 MOST_GROUPED = 16  # query heads for a KV head: attention of any number up to this makes the same launches
 _FORMATS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8e4nv"))  # of queries, of the cache
 _VARIANTS = ("", " window", " soft-cap")
+_BOTH = " window soft-cap"  # of bfloat16 queries and the larger heads: as Gemma 2 has it in every other layer
 _NO_FP8 = (90, 100, 120)  # sm_80 has no instruction for e4m3, and Triton refuses it
 _BEST = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}  # for tiles of 64 rows and more; one warp's mma for fewer
 
@@ -184,7 +186,7 @@ def _attention() -> Iterator[Subject]:
         for dtype, kv_dtype in _FORMATS:
             targets = TARGETS if kv_dtype == dtype else _NO_FP8
             shape = f"{head} {dtype}{' fp8-kv' if kv_dtype != dtype else ''}"
-            for variant in _VARIANTS:
+            for variant in (*_VARIANTS, _BOTH) if dtype == "bf16" and head in (128, 256) else _VARIANTS:
                 launch = functools.partial(_launch, head, dtype, kv_dtype, variant)
                 large = functools.partial(_large_loops, head, 2 if kv_dtype == dtype else 1, variant)
                 mixed, decode = functools.partial(launch, "mixed"), functools.partial(launch, "decode")

@@ -1,7 +1,8 @@
 """What changes logits before the draw: penalties of tokens that were there, biases, and the tokens allowed.
 
 What the sampler remembers of a sequence is kept by seat, on the device: which ids its prompt has, a bit each, and how
-often each id was put out. `remember_tokens` carries both on.
+often each id was put out. `remember_tokens` carries both on. The repetition penalty is that of Keskar et al., "CTRL",
+2019 (arXiv 1909.05858); presence and frequency penalties are those of OpenAI's API.
 """
 
 import torch
@@ -30,6 +31,8 @@ def penalize_reference(
     prompt_bits:    (seats, ceil(vocab / 32)) int32: bit t % 32 of word t // 32 is id t
     output_counts:  (seats, vocab) int32
     repetition, presence, frequency: (rows,) float32; 1, 0, 0: nothing changes
+
+    Raises ValueError where what is remembered is of another vocabulary.
     """
     _check_state(logits, prompt_bits, output_counts)
     for row, seat in enumerate(seats.tolist()):
@@ -53,7 +56,7 @@ def bias_logits_reference(logits: Tensor, rows: Tensor, token_ids: Tensor, value
 
 def mask_logits_reference(logits: Tensor, allowed_bits: Tensor) -> None:
     """Sets to -inf, in place, the logits of ids whose bit is 0. logits as for `penalize`; allowed_bits: (rows,
-    ceil(vocab / 32)) int32, as guides make them."""
+    ceil(vocab / 32)) int32, as guides make them. Raises ValueError for another number of words."""
     if allowed_bits.shape != (logits.shape[0], ceil_div(logits.shape[1], 32)):
         raise ValueError(f"{tuple(allowed_bits.shape)} words of bits for logits {tuple(logits.shape)}")
     for row in range(logits.shape[0]):

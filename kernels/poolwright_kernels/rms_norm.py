@@ -15,7 +15,7 @@ from poolwright_kernels.ops import operation, widened
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False) -> Tensor:
-    """x: (tokens, hidden) float, any row stride, elements of a row adjacent. weight: (hidden,) contiguous.
+    """x: (tokens, hidden) float, any row stride, elements of a row adjacent. weight: (hidden,) float, contiguous.
     Returns (tokens, hidden) contiguous in x's dtype. Raises ValueError for shapes that do not fit."""
     _check(x, weight)
     return _normalize(x, weight, epsilon, plus_one)

@@ -5,6 +5,9 @@ two are the smallest number t such that what lies strictly above t weighs less t
 1, or p times the whole, where it weighs its probability. `t` is searched among the 2³² bit patterns of float32 in their
 order, with seven pivots a pass over the row, until one logit is left in question: five to eleven passes over a row that
 lies in the second-level cache. A tie with the last one kept is kept.
+
+Gumbel-max: Maddison, Tarlow and Minka, "A* Sampling", 2014. Top-p: Holtzman et al., "The Curious Case of Neural Text
+Degeneration", 2020. Min-p: Nguyen et al., "Turning Up the Heat", arXiv 2407.01082.
 """
 
 import torch

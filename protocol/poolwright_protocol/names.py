@@ -15,6 +15,11 @@ ANNOTATION_ROLE_SINCE = f"{GROUP}/role-since"
 ANNOTATION_MOVE = f"{GROUP}/move"
 ANNOTATION_ROUTING = f"{GROUP}/routing"  # what routers are told of a machine beside its role
 
+# On nodes, by whoever knows the network: what KV has to pass between machines.
+LABEL_KV_ISLAND = f"{GROUP}/kv-island"  # machines of one have the fast links between them
+LABEL_KV_INSIDE_GBPS = f"{GROUP}/kv-inside-gbps"
+LABEL_KV_OUTSIDE_GBPS = f"{GROUP}/kv-outside-gbps"
+
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
 
@@ -40,7 +45,12 @@ HEADER_PREFIX = "x-poolwright-"
 HEADER_MACHINE_UID = "x-poolwright-machine-uid"  # 421 where it is not the engine's own
 # Its first token would be late in any case, so it is served after others: "1". To a client: the reason, one word.
 HEADER_RELEGATED = "x-poolwright-relegated"
+HEADER_REFUSED = "x-poolwright-refused"  # to a client: why it was turned away, one word
 HEADER_PROMPT_MACHINE = "x-poolwright-prompt-machine"  # see tickets.PromptMachine
+
+# Router → operator: the work it has outstanding on each machine, in the name of the router that answers.
+ROUTER_WORK_PATH = "/outstanding"
+HEADER_ROUTER_UID = "x-poolwright-router-uid"
 
 # Metric label names (never the scraper's).
 METRIC_POOL = "inference_pool"
@@ -59,6 +69,7 @@ ROUTER_ARRIVALS = "poolwright_router_arrivals"  # counter, exposed with _total
 ROUTER_REQUESTS = "poolwright_router_requests"  # counter by code, exposed with _total
 ROUTER_RELEGATED = "poolwright_router_relegated"  # counter by reason, exposed with _total
 ROUTER_RELEGATION_THRESHOLD = "poolwright_router_relegation_threshold_ratio"
+ROUTER_REFUSED = "poolwright_router_refused"  # counter by reason, exposed with _total
 ROUTER_IN_FLIGHT = "poolwright_router_in_flight_requests"
 ROUTER_OLDEST_WAITING = "poolwright_router_oldest_waiting_seconds"
 ROUTER_PROMPT_TOKENS = "poolwright_router_prompt_tokens"  # counter, estimated from bytes until usage arrives

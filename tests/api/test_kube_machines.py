@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from poolwright.core.links import Place
 from poolwright.core.machine import Machine, begin, finish
 from poolwright.core.router_note import RouterNote
-from poolwright.kube import ApiError, CordonedNodes, KubeClient, KubeMachines
+from poolwright.kube import ApiError, KubeClient, KubeMachines, Nodes
 from poolwright.kube.resources import NODES, PODS
 from poolwright.machines import Conflict, Unavailable
 from poolwright_protocol.machine_profile import MachineProfile
 from poolwright_protocol.names import ANNOTATION_ROUTING as ROUTING
+from poolwright_protocol.names import LABEL_KV_ISLAND, LABEL_KV_OUTSIDE_GBPS
 from poolwright_protocol.roles import Role
 from poolwright_protocol.step_time import StepCost
 from support.faulty_proxy import FaultyProxy, faulty_proxy
@@ -186,16 +188,27 @@ async def test_broken_or_absent_annotations_count_as_absent_and_a_patch_mends_th
     assert mended == await only(machines)
 
 
-async def test_a_machine_on_a_cordoned_node_says_so(client: KubeClient, namespace: str) -> None:
+async def test_a_machine_on_a_cordoned_node_says_so_and_where_the_node_stands(
+    client: KubeClient, namespace: str
+) -> None:
     node = f"node-{namespace}"
     await client.create(
-        NODES, None, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "spec": {"unschedulable": True}}
+        NODES,
+        None,
+        {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": node, "labels": {LABEL_KV_ISLAND: "rack-1", LABEL_KV_OUTSIDE_GBPS: "25"}},
+            "spec": {"unschedulable": True},
+        },
     )
     try:
         pod = engine_pod("m")
         pod["spec"]["nodeName"] = node
         await make_pod(client, namespace, pod)
-        assert (await only(KubeMachines(client, namespace, "chat", CordonedNodes(client)))).cordoned
+        seen = await only(KubeMachines(client, namespace, "chat", Nodes(client)))
+        assert seen.cordoned
+        assert seen.place == Place("rack-1", None, 25e9 / 8)
         assert not (await only(KubeMachines(client, namespace, "chat"))).cordoned
     finally:
         await client.delete(PODS, namespace, "m")

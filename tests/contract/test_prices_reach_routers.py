@@ -122,6 +122,16 @@ async def test_relegation_is_on_until_it_is_switched_off_and_that_reaches_router
         assert {m.note and m.note.relegates for m in (await machines(pool)).values()} == {False}
 
 
+async def test_nobody_is_refused_until_that_is_asked_for_and_routers_hear_of_it_at_the_next_look() -> None:
+    async with standing_pool(basis="Work") as pool:
+        say(pool, m0=PROFILE)
+        await pool.live(20, GOOD)
+        assert {m.note and m.note.refuses for m in (await machines(pool)).values()} == {False}
+        pool.store.edit(lambda spec: spec.setdefault("router", {}).update(refusal="Late"))
+        await pool.look()
+        assert {m.note and m.note.refuses for m in (await machines(pool)).values()} == {True}
+
+
 async def test_the_policys_bound_reaches_engine_and_routers() -> None:
     async with standing_pool(basis="Work") as pool:
         say(pool, m0=PROFILE, m1=PROFILE, m2=PROFILE)

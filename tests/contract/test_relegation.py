@@ -22,7 +22,12 @@ PROMPT_SECONDS = 0.1
 TOKENS = 100
 PROFILE = MachineProfile(StepCost(1e-4, 1e-5, 0.0), StepCost(0.0, PROMPT_SECONDS / TOKENS, 0.0), 2048, 64, 64)
 NOTE = RouterNote(PROFILE, ttft_seconds=0.3, tbt_seconds=0.5, tbt_percentile=90.0, relegates=True)
-ASKED: dict[str, Any] = {"model": "scripted", "prompt": list(range(1, TOKENS + 1)), "max_tokens": 4}
+ASKED: dict[str, Any] = {"model": "scripted", "max_tokens": 4}
+
+
+def asked(number: int) -> dict[str, Any]:
+    """Like no other in its beginning, so that no cache spares the line anything."""
+    return ASKED | {"prompt": [number] * TOKENS}
 
 
 @asynccontextmanager
@@ -38,17 +43,17 @@ async def split_pool(note: RouterNote | None) -> AsyncIterator[tuple[RouterServe
 async def a_line(router: RouterServer, engine: ScriptedEngine, count: int = 12) -> list[httpx.Response]:
     """After the router has seen how long first tokens take: so many at once, none of which is served before all are
     there."""
-    for _ in range(20):
-        await router.http.post("/v1/completions", json=ASKED)
+    for number in range(20):
+        await router.http.post("/v1/completions", json=asked(1000 + number))
     engine.requests.clear()
     engine.script.first_token = asyncio.Event()
-    bodies = [ASKED | {"stream": number % 2 == 0} for number in range(count)]
-    asked = [asyncio.create_task(router.http.post("/v1/completions", json=body)) for body in bodies]
+    bodies = [asked(number) | {"stream": number % 2 == 0} for number in range(count)]
+    sent = [asyncio.create_task(router.http.post("/v1/completions", json=body)) for body in bodies]
     async with asyncio.timeout(20):
         while len(engine.requests) < count:  # noqa: ASYNC110 - another server's state
             await asyncio.sleep(0.01)
     engine.script.first_token.set()
-    return [await one for one in asked]
+    return [await one for one in sent]
 
 
 async def test_the_late_go_behind_and_engine_client_log_and_metric_say_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,6 +99,6 @@ async def test_where_something_is_not_known_or_not_wanted_nobody_is_told(note: R
 
 async def test_a_client_that_says_so_itself_changes_nothing() -> None:
     async with split_pool(NOTE) as (router, engine):
-        answer = await router.http.post("/v1/completions", json=ASKED, headers={names.HEADER_RELEGATED: "1"})
+        answer = await router.http.post("/v1/completions", json=asked(1), headers={names.HEADER_RELEGATED: "1"})
     assert names.HEADER_RELEGATED not in answer.headers
     assert names.HEADER_RELEGATED not in engine.requests[0].headers

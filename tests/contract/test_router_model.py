@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from poolwright.core.machine import Machine
 from poolwright.core.routing import LOCAL_PROMPT_TOKENS
-from poolwright.local.processes import free_ports
 from poolwright_protocol import names
 from poolwright_protocol.roles import Role
-from support.processes import running, until_ready
-from support.router_server import POOL_KEY, RouterServer, running_router
+from support.engine_processes import MODEL, engine_processes
+from support.router_server import RouterServer, running_router
 from support.tiny_llama import write_tiny_llama
 
-MODEL = "model"
 LONG = (
     "You are the night watchman of a harbour town. Write down, in the order in which they happened, the arrivals of "
     "the three ships, what each of them carried, and which of the captains refused to pay the toll. "
@@ -44,42 +41,11 @@ class Pool:
 @asynccontextmanager
 async def running_pool(model: Path, folder: Path) -> AsyncIterator[Pool]:
     """One machine of each role."""
-    machines, urls = [], {}
-    async with AsyncExitStack() as stack:
-        children = []
-        for role in Role:
-            api_port, admin_port, kv_port = free_ports(3)
-            environment = {
-                names.ENV_ROLE: role.value,
-                names.ENV_ROLE_EPOCH: "1",
-                names.ENV_POD_UID: f"uid-{role.value}",
-                names.ENV_POOL: "chat",
-                names.ENV_POOL_NAMESPACE: "llm",
-                names.ENV_POOL_KEY: POOL_KEY.hex(),
-            }
-            arguments = [
-                "serve",
-                f"--model={model}",
-                f"--served-model-name={MODEL}",
-                "--host=127.0.0.1",
-                f"--port={api_port}",
-                f"--admin-port={admin_port}",
-                f"--kv-port={kv_port}",
-                "--cpu-threads=1",
-                "--kv-cache-mebibytes=128",
-            ]
-            log = folder / f"{role.value}.log"
-            child = await stack.enter_async_context(
-                running("poolwright_engine", *arguments, log=log, environment=environment)
-            )
-            urls[role] = f"http://127.0.0.1:{api_port}"
-            children.append((urls[role], child, log))
-            uid = f"uid-{role.value}"
-            ports = {"api_port": api_port, "admin_port": admin_port, "kv_port": kv_port}
-            machines.append(Machine(uid, uid, "cpu", "127.0.0.1", True, role, 1, 0.0, None, 0.0, **ports))
-        await asyncio.gather(*(until_ready(*child, limit_seconds=200) for child in children))
-        router = await stack.enter_async_context(running_router(machines))
-        yield Pool(router, urls)
+    async with (
+        engine_processes(model, folder, **{role.value: role for role in Role}) as (machines, urls),
+        running_router(machines) as router,
+    ):
+        yield Pool(router, {role: urls[role.value] for role in Role})
 
 
 async def the_text_is_that_of_one_engine_alone(pool: Pool, prompts: list[str], mixed_is_there: Sequence[bool]) -> None:
@@ -91,7 +57,7 @@ async def the_text_is_that_of_one_engine_alone(pool: Pool, prompts: list[str], m
             ]
             own = [(await alone.post("/v1/completions", json=one)).json()["choices"][0]["text"] for one in asked]
             for mixed_is_ready in mixed_is_there:
-                pool.router.machines.observe("uid-mixed", ready=mixed_is_ready)
+                pool.router.machines.observe("mixed", ready=mixed_is_ready)
                 answers = await asyncio.gather(*(client.completions.create(**one, timeout=120) for one in asked))
                 assert [answer.choices[0].text for answer in answers] == own
     long = sum(len(prompt) > 4 * LOCAL_PROMPT_TOKENS for prompt in prompts)

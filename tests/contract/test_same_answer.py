@@ -22,8 +22,9 @@ from support.tiny_llama import write_tiny_llama
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 LENGTHS = (15, 16, 17, 31, 32, 33, 48)
-# In bfloat16 a chunk of another size may round another way; --batch-invariant takes away even that.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02}
+# In bfloat16 a chunk of another size may round another way; --batch-invariant takes away even that. A log probability
+# of this model in bfloat16 is .035 (root mean square) from the one in float32, by either kind of operations.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ async def test_nothing_scraped_for_long_is_stale(bench: Bench) -> None:
 
 
 async def test_the_window_is_at_least_four_scrapes(bench: Bench) -> None:
-    await bench.scrape(3)
+    await bench.scrape(6)
     assert (await bench.read(window_seconds=1)).window_seconds == 4
 
 

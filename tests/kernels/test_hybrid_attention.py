@@ -135,6 +135,32 @@ def test_the_tiles_that_serve_equal_float64(head_size: int, group: int, capabili
     assert_near(attended(decodes, plan), decodes.truth())
 
 
+@pytest.mark.parametrize("group", [17, 71, 128])
+def test_groups_beyond_the_rows_of_a_small_tile_equal_float64(group: int) -> None:
+    """Of which no launch is compiled ahead of time: small tiles grow, and a tile may hold one token alone."""
+    batch = attention_batch([(4, 40), (1, 70), (1, 1)], group, kv_heads=1 + (group < 20), head_size=16)
+    for has_chunks, window, soft_cap in ((True, 0, 0.0), (True, 33, 5.0)):
+        plan = batch.planned(batch.layout(3, tiles_for(16, group, has_chunks)), window)
+        assert_near(attended(batch, plan, window, soft_cap), batch.truth(window, soft_cap))
+    decodes = attention_batch([(1, 290), (1, 64), (1, 17)], group, kv_heads=1, head_size=16, dtype=torch.float16)
+    _, plan = decodes.buffers(decodes.layout(4, tiles_for(16, group, has_chunks=False), has_chunks=False))
+    plan_on_device(plan)
+    assert (plan.merges[: plan.counts[2], 4] > 1).any()
+    assert_near(attended(decodes, plan), decodes.truth())
+
+
+def test_tiles_hold_a_token_of_every_group_and_share_the_registers_there_are() -> None:
+    for head_size in (64, 96, 128, 256):
+        for group in range(1, 129):
+            for has_chunks in (True, False):
+                tiles = tiles_for(head_size, group, has_chunks)
+                assert min(tiles.small_tokens(group), tiles.large_tokens(group)) >= 1
+                assert tiles.registers * 32 * tiles.warps * tiles.programs_per_multiprocessor <= 65536
+    for head_size, group, message in ((257, 1, "head size 257"), (64, 129, "129 query heads")):
+        with pytest.raises(ValueError, match=message):
+            tiles_for(head_size, group, has_chunks=True)
+
+
 def test_reference_equals_float64() -> None:
     for window, soft_cap in ((0, 0.0), (21, 0.0), (0, 5.0)):
         batch = attention_batch([(1, 33), (17, 50), (8, 8)], group=3)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from poolwright.core import machine as machines
 from poolwright.core.decide import decide
 from poolwright.core.decision import MOVE_DEADLINE_SECONDS, Decision, Memory, Snapshot
+from poolwright.core.links import Links, Place
 from poolwright.core.machine import Machine, MachinePatch
-from poolwright.core.pricing import Links, MachinePrices
+from poolwright.core.pricing import MachinePrices
 from poolwright.core.reading import HistogramIncrease, LiveReading, MetricsReading, MetricsState
 from poolwright.core.spec import MachineClass, Metric, Objective, PolicySpec, PoolBounds
 from poolwright_protocol.buckets import LATENCY_BUCKETS_SECONDS
@@ -98,6 +99,11 @@ def pool(*roles: Role | None, machine_class: str = "c", since: float = START - 1
         )
         for i, role in enumerate(roles)
     )
+
+
+def islands(of: Mapping[str, str], inside: float | None, outside: float | None, kv_bytes: int | None = None) -> Links:
+    """`of`: the island of each machine; bytes a second inside and between."""
+    return Links({uid: Place(island, inside, outside) for uid, island in of.items()}, kv_bytes)
 
 
 def split(ms: tuple[Machine, ...]) -> tuple[int, int, int]:

@@ -67,6 +67,7 @@ class ScriptedEngine:
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/load", self._load)
         app.router.add_post("/tokenize", self._tokenize)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -90,6 +91,9 @@ class ScriptedEngine:
 
     async def _health(self, request: web.Request) -> web.Response:
         return self._misdirected(request) or web.Response()
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return self._misdirected(request) or web.json_response({"server_load": self.running})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()

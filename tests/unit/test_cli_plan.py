@@ -1,7 +1,9 @@
 """`poolwright plan`, `simulate` and `ledger`: what is typed, what is printed, with which exit code."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,73 @@ def test_simulate_prints_a_line_for_each_policy_and_writes_its_page(cli: CliRunn
     assert re.search(r"^ours +\d", done.stdout, re.MULTILINE)
     assert re.search(r"^static 1P1T +\d", done.stdout, re.MULTILINE)
     assert file.read_text().count("data:image/png;base64,") == 2
+    pictures = [tmp_path / f"page-{name}.png" for name in ("ours", "static-1p1t")]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_simulate_goes_on_where_it_was_interrupted(
+    cli: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [*SIMULATE, "--policy", "1P1T", "--policy", "ours", "--html", str(tmp_path / "a.html")]
+    whole = cli.invoke(app, asked)
+    pictures = (tmp_path / "a.html").read_text()
+    real, runs = simulation.simulate, []
+
+    def interrupted(*arguments: object, **options: object) -> object:
+        runs.append(1)
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulation, "simulate", interrupted)
+    kept = [*asked, "--resume", str(tmp_path / "kept")]
+    assert cli.invoke(app, kept).exit_code == verb.INTERRUPTED
+    rest = cli.invoke(app, kept)
+    assert (rest.stdout, rest.exit_code) == (whole.stdout, 0)
+    assert (tmp_path / "a.html").read_text() == pictures
+    assert len(runs) == 3
+    assert cli.invoke(app, kept).stdout == whole.stdout
+    assert len(runs) == 3
+    cli.invoke(app, [*kept, "--tbt", "0.2"])
+    assert len(runs) == 5
+    assert cli.invoke(app, [*SIMULATE, "--resume", str(tmp_path / "no" / "such")]).exit_code == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_of_a_terminal_and_is_gone_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    progress = verb.Progress()
+    for share in (0.0, 0.5, 0.501, 1.0):
+        progress("ours", share)
+    progress("1P1T", 1.0)
+    progress.clear()
+    frames = shown.getvalue().split("\r\x1b[K")
+    assert frames == ["", "  0 %  ours", " 50 %  ours", "100 %  ours", "100 %  1P1T", ""]
+    assert "\n" not in shown.getvalue()
+
+
+def test_progress_is_silent_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    progress = verb.Progress()
+    progress("ours", 0.5)
+    progress.clear()
+    assert shown.getvalue() == ""
+
+
+def test_simulate_tells_how_far_it_is(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(verb.Progress, "__call__", lambda _, name, share: told.append((name, share)))
+    assert cli.invoke(app, [*SIMULATE, "--policy", "1P1T", "--policy", "2M"]).exit_code == 0
+    for name in ("1P1T", "2M"):
+        shares = [share for told_name, share in told if told_name == name]
+        assert shares == sorted(shares)
+        assert shares[-1] > 0.9
 
 
 def test_simulate_as_json_has_pools_and_measures(cli: CliRunner) -> None:

@@ -448,3 +448,12 @@ class TestMemory:
 
     def test_no_machines_is_a_named_state(self) -> None:
         assert World(spec(), (), memory=Memory()).decide(reading()).reason is Reason.NO_MACHINES
+
+
+def test_a_machine_leaves_a_pool_in_which_nobody_was_wanted_and_no_count_falls_below_none() -> None:
+    """One of three machines is missing, and the split that is remembered had no token machine."""
+    world = World(spec(3, pools={P: PoolBounds(), T: PoolBounds()}), pool(T, T))
+    world.memory = Memory(desired={P: 3, T: 0, M: 0})
+    decision = world.decide(reading(ttft=5.0))
+    assert [(m.from_role, m.to_role) for m in decision.moves] == [(T, P)]
+    assert {role: count.desired for role, count in decision.pools.items()} == {P: 3, T: 0, M: 0}

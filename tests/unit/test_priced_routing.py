@@ -8,7 +8,7 @@ import pytest
 from poolwright.core.affinity import PrefixIndex
 from poolwright.core.ledger import Entry, Ledger, ReturnRule
 from poolwright.core.machine import Machine, Move
-from poolwright.core.pricing import MachinePrices
+from poolwright.core.pricing import HANDOFF_SECONDS, MachinePrices
 from poolwright.core.routing import Choice, Route, RoutingRequest, Targets, choose
 from poolwright_protocol.roles import Role
 from poolwright_protocol.step_time import StepCost, StepProfile
@@ -335,3 +335,37 @@ class TestPrefixIndex:
         index.record("b", ["1"])
         index.keep(["b"])
         assert index.blocks(["1"]) == {"b": 1}
+
+
+class TestEvidence:
+    """A choice carries what it was made on: when the first token is expected, and a step where it decodes."""
+
+    def test_of_a_pair_the_prompts_queue_and_the_hand_over(self) -> None:
+        site = Site(P1, T1)
+        alone = site.choose(1000)
+        assert alone.first_token_seconds == pytest.approx(PRICES.prefill_seconds(1000) + HANDOFF_SECONDS)
+        site.queue(P1, 1000)
+        behind = site.choose(1000)
+        assert behind.first_token_seconds == pytest.approx(2 * PRICES.prefill_seconds(1000) + HANDOFF_SECONDS, rel=0.1)
+        assert alone.step_seconds == pytest.approx(PRICES.decode_seconds(1, 1000))
+
+    def test_the_step_grows_with_the_streams_there(self) -> None:
+        site = Site(P1, T1)
+        few = site.choose().step_seconds
+        site.decode(T1, 50)
+        many = site.choose().step_seconds
+        assert few is not None
+        assert many is not None
+        assert many - few == pytest.approx(50 * (1e-4 + 500 * 1e-8), rel=0.1)
+
+    def test_of_one_that_does_both_its_own_time(self) -> None:
+        site = Site(M1)
+        choice = site.choose(1000)
+        assert choice.route is Route.MIXED
+        assert choice.first_token_seconds == pytest.approx(PRICES.prefill_seconds(1000), rel=0.1)
+
+    def test_two_choices_of_the_same_machines_are_the_same_whatever_is_predicted(self) -> None:
+        site = Site(P1, T1)
+        first = site.choose(1000)
+        site.queue(P1, 500)
+        assert site.choose(1000) == first

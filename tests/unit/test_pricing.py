@@ -1,13 +1,12 @@
 """What work costs: chunks, queues and streams, priced from the time of a step."""
 
-import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poolwright.core.pricing import STEP_MARGIN, Links, MachinePrices
+from poolwright.core.pricing import STEP_MARGIN, MachinePrices
 from poolwright_protocol.step_time import StepCost, StepProfile
 
 PRICES = MachinePrices(
@@ -82,10 +81,3 @@ def test_a_busy_prompt_machines_price_of_a_token_is_that_of_its_full_steps() -> 
     assert PRICES.prompt_token_seconds(500) == pytest.approx(
         PRICES.queue_seconds(100_000, 100_000 * 500) / 100_000, rel=0.01
     )
-
-
-def test_islands_are_near_and_others_far() -> None:
-    links = Links({"a": "1", "b": "1", "c": "2"}, 600e9, 25e9)
-    assert links.bytes_per_second("a", "a") == math.inf
-    assert links.bytes_per_second("a", "b") == 600e9
-    assert links.bytes_per_second("a", "c") == links.bytes_per_second("a", "unknown") == 25e9

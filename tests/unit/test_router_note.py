@@ -42,6 +42,7 @@ def test_it_comes_back_as_it_was_written_also_with_the_machine() -> None:
         ({"maxPrefillTokensPerStep": 0}, "maxPrefillTokensPerStep"),
         ({"maxPrefillTokensPerStep": True}, "maxPrefillTokensPerStep"),
         ({"relegates": 1}, "relegates"),
+        ({"refuses": "yes"}, "refuses"),
     ],
 )
 def test_a_broken_note_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
@@ -73,6 +74,7 @@ def test_a_few_percent_are_no_news_and_a_quarter_is() -> None:
         {"tbt_percentile": 99.0},
         {"max_prefill_tokens_per_step": 448},
         {"relegates": True},
+        {"refuses": True},
         {"profile": replace(PROFILE, max_tokens_per_step=4096)},
     ],
 )

@@ -11,6 +11,7 @@ from poolwright.core.routing import (
     Choice,
     Load,
     NoMachine,
+    NoRoute,
     Route,
     RoutingRequest,
     any_machine,
@@ -113,13 +114,23 @@ def test_a_moving_machine_is_better_than_a_dead_one() -> None:
 )
 def test_a_machine_that_cannot_serve_is_never_chosen(gone: Machine) -> None:
     assert chosen([gone, T1])[1] == "t1"
-    assert choose(LONG, [gone], {}, NOW) == NoMachine("none of the 1 machines of the pool is Ready")
+    assert choose(LONG, [gone], {}, NOW) == NoMachine(NoRoute.NONE_READY, 1, 0)
+
+
+def test_a_choice_without_prices_says_when_it_expects_the_first_token() -> None:
+    choice = choose(LONG, [P1, T1], {"p1": Load(prompt_tokens=500, milliseconds_per_token=2.0)}, NOW)
+    assert isinstance(choice, Choice)
+    assert choice.first_token_seconds == pytest.approx((500 + 1000) * 0.002, abs=0.01)
+    assert choice.step_seconds is None
 
 
 def test_there_is_a_reason_where_there_is_no_machine() -> None:
-    assert choose(LONG, [], {}, NOW) == NoMachine("the pool has no machine")
+    assert choose(LONG, [], {}, NOW) == NoMachine(NoRoute.NO_MACHINE)
     tried = RoutingRequest(10, frozenset({"m1", "m2"}))
-    assert choose(tried, [M1, M2], {}, NOW) == NoMachine("none of the 2 Ready machines of the pool took the request")
+    nobody = choose(tried, [M1, M2], {}, NOW)
+    assert nobody == NoMachine(NoRoute.ALL_TRIED, 2, 2)
+    assert isinstance(nobody, NoMachine)
+    assert nobody.reason == "none of the 2 Ready machines of the pool took the request"
 
 
 def test_a_short_prompt_stays_where_it_decodes_when_that_is_cheaper() -> None:

@@ -7,12 +7,11 @@ import pytest
 from poolwright.core.decision import Decision, Memory, ObjectiveState, Reason
 from poolwright.core.machine import Machine
 from poolwright.core.memory import rebuild_memory
-from poolwright.core.pricing import Links
 from poolwright.core.reading import LiveReading, MachineWork, MetricsReading, MetricsState
 from poolwright.core.spec import MachineClass, Mode, PoolBounds
 from poolwright_protocol.roles import Role
 from poolwright_protocol.step_time import StepCost, StepProfile
-from support.pool_world import PRICES, START, M, P, T, World, pool, reading, spec, split
+from support.pool_world import PRICES, START, M, P, T, World, islands, pool, reading, spec, split
 
 
 def load(
@@ -319,10 +318,10 @@ class TestWhoGoes:
         islands. The others of its island are already prompt machines, so the one token machine there must stay."""
         it = world(P, T, P, P, T, T, T, T, pools={M: PoolBounds(0, 0)})
         it.spec = replace(it.spec, max_moves_per_window=1)
-        islands = {f"u{i}": "one" if i < 4 else "two" for i in range(8)}
-        it.links = Links(islands, 600e9, 1e6)
+        two = {f"u{i}": "one" if i < 4 else "two" for i in range(8)}
+        it.links = islands(two, 600e9, 1e6)
         assert it.decide(PROMPTS).moves[0].uid != "u1"
-        it.links = Links(islands, 600e9, 600e9)
+        it.links = islands(two, 600e9, 600e9)
         other = world(P, T, P, P, T, T, T, T)
         other.spec, other.links = it.spec, it.links
         assert other.decide(PROMPTS).moves[0].uid == "u1"

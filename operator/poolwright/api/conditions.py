@@ -21,6 +21,7 @@ class ConditionType(StrEnum):
     MODEL_AVAILABLE = "ModelAvailable"
     CHILD_CONFLICT = "ChildConflict"
     PAUSED = "Paused"
+    CAPACITY_SHORTAGE = "CapacityShortage"
 
 
 NOT_OBSERVED = "NotObserved"
@@ -40,6 +41,8 @@ _REASONS: Mapping[ConditionType, frozenset[str]] = {
     ConditionType.MODEL_AVAILABLE: frozenset({"Loaded", "NotYetLoaded", "ModelPathMissing"}),
     ConditionType.CHILD_CONFLICT: frozenset({"OwnedByAnother", "NoConflict"}),
     ConditionType.PAUSED: frozenset({"ModePaused", "ModeNotPaused"}),
+    # True: machines that the cluster has no place for. Nothing waits for them: the others are decided on.
+    ConditionType.CAPACITY_SHORTAGE: frozenset({"MachinesUnschedulable", "EveryMachineHasAPlace"}),
 }
 
 

@@ -483,6 +483,11 @@ class Relegation(StrEnum):
     NEVER = "Never"
 
 
+class Refusal(StrEnum):
+    LATE = "Late"
+    NEVER = "Never"
+
+
 class RouterSpec(Model):
     replicas: Annotated[Int32, Field(ge=1, le=32)] = Field(default=2, description="Router pods. Default 2.")
     relegation: Relegation = Field(
@@ -491,6 +496,13 @@ class RouterSpec(Model):
         "token is predicted to be late in any case; that takes `rebalance.basis: Work`, objectives for TTFT and TBT, "
         "and predictions that could be checked of late: without them, nobody. Never: nobody. Default Late. An edit "
         "takes effect in seconds, without a restart.",
+    )
+    refusal: Refusal = Field(
+        default=Refusal.NEVER,
+        description="Who is refused, with the time after which to come back. Never: nobody. Late: requests whose first "
+        "token or whose gaps between tokens are predicted over their targets, where one in twenty may still be served "
+        "behind all others; that takes what `relegation: Late` takes. Refused requests are in no measured latency. "
+        "Default Never. An edit takes effect in seconds, without a restart.",
     )
 
 

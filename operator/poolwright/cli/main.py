@@ -190,9 +190,16 @@ def simulate(
     exact: Annotated[bool, typer.Option("--exact", help="Run the engine's own scheduler in every step; slow.")] = False,
     seed: Annotated[int, typer.Option(help="Of generated and repeated arrivals.")] = 0,
     as_json: JSONOption = False,
-    html: Annotated[Path | None, typer.Option(help="Also write one page with pictures of each run.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write one page with a picture of each run, and the pictures beside it.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A file that keeps what was simulated, for the next time.")
+    ] = None,
 ) -> None:
-    """Run policies on a trace in virtual time, and print what each attained."""
+    """Run policies on a trace in virtual time, and print what each attained.
+
+    Ctrl-C prints what had been run by then."""
     from poolwright.cli.simulate import run
 
     raise typer.Exit(
@@ -212,6 +219,7 @@ def simulate(
             seed=seed,
             as_json=as_json,
             html=html,
+            resume=resume,
         )
     )
 

@@ -188,8 +188,8 @@ def print_ledger(model: str | None, prompt_tokens: float, rate: float) -> None:
     typer.echo("\n".join(lines(ledger, model=MODELS[model])))
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, what: str | bytes) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(what.encode() if isinstance(what, str) else what)
     except OSError as error:
         refuse(f"{path}: {error.strerror}")

@@ -1,7 +1,9 @@
-"""`poolwright simulate`: policies on a trace, one after the other, as a table, JSON and one HTML page."""
+"""`poolwright simulate`: policies on a trace, one after the other, as a table, JSON, one HTML page and its pictures."""
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ from poolwright.cli.plan import INTERRUPTED, Progress, kinds_of, need, refuse, s
 
 if TYPE_CHECKING:
     from poolwright.sim.policy import Policy
+    from poolwright.sim.report import Run
 
 OURS = "ours"
 
@@ -44,11 +47,13 @@ def run(
     seed: int,
     as_json: bool,
     html: Path | None,
+    resume: Path | None,
 ) -> int:
     """The exit code: 130 where it was interrupted, with what had been run by then."""
     need("numpy", "scipy", *(["matplotlib"] if html is not None else []))
     from poolwright.sim.measures import measure
-    from poolwright.sim.plan import Question, setting_of
+    from poolwright.sim.plan import Question, run_key, setting_of
+    from poolwright.sim.plan_memory import PlanMemory
     from poolwright.sim.policy import Slo
     from poolwright.sim.report import Run, page, run_document, run_lines
     from poolwright.sim.simulation import Conditions, simulate
@@ -57,6 +62,7 @@ def run(
         given = served(trace, prompt_tokens, output_tokens, rate, seconds, seed)
         kinds = kinds_of([hardware])
         question = Question(given, Slo(ttft_seconds, tbt_seconds), kinds, network_gbps, machines=machines)
+        memory = PlanMemory(resume) if resume is not None else None
     except (ValueError, OSError) as error:
         refuse(str(error))
     known = policies(machines)
@@ -68,9 +74,15 @@ def run(
     try:
         for name in dict.fromkeys(names):
             policy = known[name]()
+            key = run_key(question, kinds, (machines, name, sorted(policy.parameters.items()), exact, seed))
+            if memory is not None and (kept := memory.recall(key)) is not None:
+                runs.append(Run.from_json(kept))
+                continue
             conditions = Conditions(exact=exact, progress=lambda share, name=name: progress(name, share))  # type: ignore[misc]
             outcome = simulate(policy, given, setting, conditions, seed=seed)
-            runs.append(Run(policy.name, policy.source, outcome, measure(outcome, setting.slo)))
+            runs.append(Run.of(policy.name, policy.source, outcome, measure(outcome, setting.slo)))
+            if memory is not None:
+                memory.keep(key, asdict(runs[-1]))
     except KeyboardInterrupt:
         interrupted = True
     progress.clear()
@@ -83,4 +95,14 @@ def run(
         typer.echo("\n".join(run_lines(runs)))
     if html is not None:
         write(html, page(f"{given.name} on {machines} x {hardware}", runs))
+        _write_pictures(html, runs)
     return INTERRUPTED if interrupted else 0
+
+
+def _write_pictures(page: Path, runs: "Sequence[Run]") -> None:
+    """A PNG beside the page for each run, named after the policy."""
+    from poolwright.sim.report import picture
+
+    for run in runs:
+        name = re.sub(r"[^a-z0-9]+", "-", run.policy.lower()).strip("-")
+        write(page.with_name(f"{page.stem}-{name}.png"), picture(run))

@@ -77,6 +77,7 @@ class KubeChildren:
             routers_ready=len(routers),
             routers_desired=pool.spec.router.replicas,
             router_uids=tuple(sorted(str(pod["metadata"]["uid"]) for pod in routers)),
+            router_urls={str(pod["metadata"]["uid"]): url for pod in routers if (url := _router_url(pod))},
         )
 
     # What needs a write.
@@ -253,6 +254,14 @@ def _key_of(deployment: Manifest | None) -> str | None:
     annotations = deployment["spec"]["template"]["metadata"].get("annotations") or {}
     found: str | None = annotations.get(render.ANNOTATION_KEY_DIGEST)
     return found
+
+
+def _router_url(pod: Manifest) -> str | None:
+    """None before it has an address."""
+    host = (pod.get("status") or {}).get("podIP")
+    if not host:
+        return None
+    return f"http://[{host}]:{names.ROUTER_PORT}" if ":" in host else f"http://{host}:{names.ROUTER_PORT}"
 
 
 def _component(live: Manifest) -> str:

@@ -1,12 +1,12 @@
 """What `reconcile` needs from the outside: implemented over Kubernetes by `kube.py`, without it by `local/`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from poolwright.api.models import InferencePool
 from poolwright.core.machine import Machine
-from poolwright.core.reading import MetricsReading
+from poolwright.core.reading import LiveReading, MetricsReading
 from poolwright.machines import Machines
 from poolwright_protocol.roles import RolePut, RoleState
 
@@ -44,6 +44,7 @@ class ChildrenState:
     routers_ready: int = 0
     routers_desired: int = 0
     router_uids: Sequence[str] = ()
+    router_urls: Mapping[str, str] = field(default_factory=dict)  # by uid, of those that can be reached
 
 
 class Children(Protocol):
@@ -55,6 +56,12 @@ class Children(Protocol):
 class MetricsSource(Protocol):
     async def read(self, window_seconds: float, router_uids: Sequence[str], now: float) -> MetricsReading:
         """Never raises: a failure is a reading in state Missing whose detail names the failing query."""
+        ...
+
+
+class LiveSource(Protocol):
+    async def read(self, router_urls: Mapping[str, str], now: float) -> LiveReading | None:
+        """None where not every router said what it has outstanding. Never raises."""
         ...
 
 
@@ -85,3 +92,4 @@ class World:
     children: Children
     metrics: MetricsSource
     engines: EngineAdmin
+    live: LiveSource | None = None  # None: nothing is known between two plans

@@ -60,6 +60,7 @@ async def tell_routers(
     *,
     prices_count: bool,
     relegates: bool,
+    refuses: bool,
 ) -> None:
     """Write the note of each machine that has news for routers; where prices do not count, take it away. Raises
     Unavailable."""
@@ -81,6 +82,7 @@ async def tell_routers(
             tbt_percentile=float(tbt.percentile) if tbt else None,
             max_prefill_tokens_per_step=of_role if of_role is not None else bounds.get(machine.uid),
             relegates=relegates,
+            refuses=refuses,
         )
         if note.is_news_after(machine.note):
             await _write(store, machine, note)

@@ -6,10 +6,10 @@ Level-triggered: a second look at a settled world writes nothing. Policy is `cor
 mover's; what the status says is `status.py`'s.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from poolwright.api.models import Basis, InferencePool, InferencePoolStatus, InvalidPool, Relegation
+from poolwright.api.models import Basis, InferencePool, InferencePoolStatus, InvalidPool, Refusal, Relegation
 from poolwright.api.policy import policy_spec
 from poolwright.controller import status as statuses
 from poolwright.controller.mover import Mover, Progress, Result
@@ -20,10 +20,12 @@ from poolwright.core.decide import decide
 from poolwright.core.decision import Decision, MoveRecord, Reason, Snapshot
 from poolwright.core.decision import Memory as PolicyMemory
 from poolwright.core.evidence import prices_text
+from poolwright.core.links import Links
 from poolwright.core.machine import Machine
 from poolwright.core.memory import rebuild_memory
 from poolwright.core.reading import MetricsReading
 from poolwright.core.spec import PolicySpec
+from poolwright_protocol.machine_profile import MachineProfile
 
 _STEP_SECONDS = 0.25  # until a move that waits is looked at again
 _BIRTH_SECONDS = 2.0  # until a birth that waits is: its engine may load for minutes
@@ -72,7 +74,10 @@ async def reconcile(world: World, memory: Memory, now: float) -> float | None:
     remembered = replace(remembered, moves=_with_drains(remembered.moves, machines, progress))
     reading = await _observe(world, memory, spec, children, now)
     counting = pool.spec.rebalance.basis is Basis.WORK
-    decision, remembered = decide(now, Snapshot(machines, reading, prices if counting else {}), spec, remembered)
+    asks = world.live if counting and prices else None
+    live = await asks.read(children.router_urls, now) if asks is not None else None
+    snapshot = Snapshot(machines, reading, prices if counting else {}, live, links=_links(machines, profiles))
+    decision, remembered = decide(now, snapshot, spec, remembered)
     if prices and not counting:
         decision = replace(decision, evidence=(*decision.evidence, ("prices", f"not used: {prices_text(prices)}")))
     begun = await _begin(mover, machines, decision, now)
@@ -95,10 +100,12 @@ async def reconcile(world: World, memory: Memory, now: float) -> float | None:
         decision.bounds,
         prices_count=counting,
         relegates=pool.spec.router.relegation is Relegation.LATE,
+        refuses=pool.spec.router.refusal is Refusal.LATE,
     )
     # A plan that could not be concluded is due at once, for as long as what it waits for lasts.
     patience = min(spec.interval_seconds, max(_RETRY_SECONDS, spec.interval_seconds / 12))
-    return min(*waits, max(patience, decision.next_plan_at - now), spec.interval_seconds)
+    next_look = spec.interval_seconds if asks is None else min(spec.interval_seconds, spec.fast_interval_seconds)
+    return min(*waits, max(patience, decision.next_plan_at - now), next_look)
 
 
 async def _read(world: World, memory: Memory) -> InferencePool | None:
@@ -119,6 +126,13 @@ async def _after(world: World, progress: Sequence[Progress]) -> tuple[Machine, .
     if any(p.result is Result.OUTRUN for p in progress):
         return await world.machines.list()
     return tuple(p.machine for p in progress)
+
+
+def _links(machines: Sequence[Machine], profiles: Mapping[str, MachineProfile]) -> Links | None:
+    """None where no node says where it stands."""
+    places = {m.uid: m.place for m in machines if m.place is not None}
+    sizes = [p.kv_bytes_per_token for p in profiles.values() if p.kv_bytes_per_token is not None]
+    return Links(places, max(sizes, default=None)) if places else None
 
 
 def _rebuild(

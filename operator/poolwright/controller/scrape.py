@@ -138,6 +138,9 @@ class ScrapeSource:
             window_seconds = max(window_seconds, math.ceil(observe.SCRAPES_PER_WINDOW * interval))
         if state is MetricsState.STALE:
             return MetricsReading(state, window_seconds, detail=detail)
+        # Of the time before the first sample nothing is known, and no rate may say that nothing came in it.
+        seen_since = min(ring.samples[0].at for ring in self._rings.values() if ring.samples)
+        window_seconds = min(window_seconds, now - seen_since)
         # Routers that have gone still count for what they served in the window; gauges are of the living only.
         increase = _total_increase(self._rings.values(), now - window_seconds, now, limit)
         latest = [rings[uid].samples[-1].values for uid in fresh]

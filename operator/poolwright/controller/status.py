@@ -16,9 +16,11 @@ from poolwright.api.conditions import ConditionType, Observed, merge
 from poolwright.api.models import Condition, ConditionStatus, InferencePool, InferencePoolStatus, PoolRole
 from poolwright.api.times import format_time, parse_time
 from poolwright.controller.ports import ChildrenState, Event
+from poolwright.controller.trouble import NOT_SCHEDULED
 from poolwright.core.decision import Decision, MoveRecord, ObjectiveReading, ObjectiveState, Outcome
 from poolwright.core.machine import Machine
 from poolwright.core.reading import MetricsReading, MetricsState
+from poolwright_protocol import names
 from poolwright_protocol.roles import Role
 
 # What an engine says as its last words when its model is not there.
@@ -170,6 +172,7 @@ _TRANSITIONS: Mapping[tuple[str, ConditionStatus], tuple[str, bool]] = {
     ("ModelAvailable", ConditionStatus.FALSE): ("ModelMissing", False),
     ("Infeasible", ConditionStatus.TRUE): ("Infeasible", False),
     ("ChildConflict", ConditionStatus.TRUE): ("ChildConflict", False),
+    ("CapacityShortage", ConditionStatus.TRUE): ("CapacityShortage", False),
     ("Paused", ConditionStatus.TRUE): ("Paused", True),
 }
 
@@ -288,6 +291,7 @@ def _conditions(
         ConditionType.INFEASIBLE: _infeasible(facts.decision.objectives),
         ConditionType.MODEL_AVAILABLE: _model_available(facts),
         ConditionType.CHILD_CONFLICT: _child_conflict(facts.children),
+        ConditionType.CAPACITY_SHORTAGE: _capacity_shortage(facts.children),
         ConditionType.PAUSED: _is(facts.pool.spec.rebalance.mode is models.Mode.PAUSED, "ModePaused", "ModeNotPaused"),
     }
     observed = [Observed(kind, *words) for kind, words in said.items()]
@@ -370,6 +374,11 @@ def _model_available(facts: Facts) -> _Said:
 
 def _child_conflict(children: ChildrenState) -> _Said:
     return _is(bool(children.conflicts), "OwnedByAnother", "NoConflict", "; ".join(children.conflicts))
+
+
+def _capacity_shortage(children: ChildrenState) -> _Said:
+    without_place = [p for p in children.problems if NOT_SCHEDULED in p and names.COMPONENT_ENGINE in p]
+    return _is(bool(without_place), "MachinesUnschedulable", "EveryMachineHasAPlace", "; ".join(without_place))
 
 
 # -------------------------------------------------------------------------------------------------------------- times

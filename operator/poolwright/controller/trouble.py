@@ -21,6 +21,7 @@ _STUCK = {
     "InvalidImageName",
     "RunContainerError",
 }
+NOT_SCHEDULED = "not scheduled: "
 # The pull fails, then waits, then fails: one state for a reader.
 _SAME_REASON = {"ErrImagePull": "ImagePullBackOff"}
 
@@ -65,7 +66,7 @@ def _pod_troubles(pod: Manifest) -> Iterator[str]:
     status = pod.get("status") or {}
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            yield f"not scheduled: {_short(condition.get('message', ''))}"
+            yield f"{NOT_SCHEDULED}{_short(condition.get('message', ''))}"
     for container in status.get("containerStatuses") or ():
         state, last = container.get("state") or {}, container.get("lastState") or {}
         waiting = state.get("waiting") or {}

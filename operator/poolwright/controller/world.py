@@ -10,12 +10,13 @@ from poolwright.controller import observe
 from poolwright.controller.admin_client import HttpEngineAdmin
 from poolwright.controller.children import KubeChildren
 from poolwright.controller.events import EventRecorder
+from poolwright.controller.live import RouterWork
 from poolwright.controller.ports import World
 from poolwright.controller.prometheus import PrometheusAccess, PrometheusSource
 from poolwright.controller.render import Images
 from poolwright.controller.store import KubePoolStore
 from poolwright.core.reading import MetricsReading
-from poolwright.kube import ApiError, CordonedNodes, KubeClient, KubeMachines
+from poolwright.kube import ApiError, KubeClient, KubeMachines, Nodes
 from poolwright.kube.client import unavailable
 from poolwright.kube.resources import POOLS
 from poolwright_protocol import keys
@@ -49,10 +50,12 @@ class _Kept:
     world: World
     metrics: PrometheusSource | NoMetrics
     engines: HttpEngineAdmin
+    live: RouterWork
 
     async def close(self) -> None:
         await self.metrics.close()
         await self.engines.close()
+        await self.live.close()
 
 
 class Worlds:
@@ -60,7 +63,7 @@ class Worlds:
         self._client = client
         self._settings = settings
         self._events = EventRecorder(client, settings.event_instance)
-        self._cordoned = CordonedNodes(client)
+        self._nodes = Nodes(client)
         self._kept: dict[Key, _Kept] = {}
 
     async def of(self, key: Key) -> tuple[str, World] | None:
@@ -93,11 +96,13 @@ class Worlds:
         settings = self._settings
         metrics = PrometheusSource(settings.prometheus, namespace, name) if settings.prometheus else NoMetrics()
         engines = HttpEngineAdmin(keys.pool_key(settings.root_secret, uid))
+        live = RouterWork()
         world = World(
             store=KubePoolStore(self._client, namespace, name, uid, self._events),
-            machines=KubeMachines(self._client, namespace, name, self._cordoned),
+            machines=KubeMachines(self._client, namespace, name, self._nodes),
             children=KubeChildren(self._client, settings.images, settings.root_secret),
             metrics=metrics,
             engines=engines,
+            live=live,
         )
-        return _Kept(uid, world, metrics, engines)
+        return _Kept(uid, world, metrics, engines, live)

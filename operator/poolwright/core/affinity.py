@@ -30,14 +30,15 @@ class PrefixIndex:
     def blocks(self, keys: Sequence[Hashable]) -> dict[str, int]:
         """By machine, how many blocks from the first on it holds; machines that hold none are absent."""
         found: dict[str, int] = {}
-        following: set[str] | None = None
-        for depth, key in enumerate(keys, 1):
-            holders = self._holders.get(key)
-            following = (holders or set()) if following is None else following & (holders or set())
-            if not following:
-                break
-            for uid in following:
-                found[uid] = depth
+        following = self._holders.get(keys[0], set()) if keys else set()
+        for depth, key in enumerate(keys):
+            holders = self._holders.get(key, set())
+            if not following <= holders:  # most often all go on
+                found.update(dict.fromkeys(following - holders, depth))
+                following = following & holders
+                if not following:
+                    return found
+        found.update(dict.fromkeys(following, len(keys)))
         return found
 
     def keep(self, uids: Iterable[str]) -> None:

@@ -1,9 +1,11 @@
 """The machines as one decision sees and shifts them: who counts where, and who may leave."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 
 from poolwright.core.decision import MOVE_DEADLINE_SECONDS
+from poolwright.core.links import Reach
 from poolwright.core.machine import Machine
 from poolwright.core.spec import PolicySpec
 from poolwright.core.split import budget_by_class
@@ -20,13 +22,16 @@ def is_unlabelled(machine: Machine) -> bool:
 
 
 class Board:
-    """The machines as this decision sees and shifts them. A machine that is going counts nowhere."""
+    """The machines as this decision sees and shifts them. A machine that is going counts nowhere.
+
+    `reach`: who has a way for its KV; None where nothing is known of links."""
 
     def __init__(
         self, now: float, spec: PolicySpec, machines: Sequence[Machine], unready_since: Mapping[str, float]
     ) -> None:
         self.now = now
         self.spec = spec
+        self.reach: Reach | None = None
         self.machines = sorted(
             (m for m in machines if not m.deleting and spec.roles_of(m.machine_class)),
             key=lambda m: (m.created_at, m.uid),
@@ -118,6 +123,24 @@ class Board:
     def able(self, role: Role, to_role: Role) -> list[Machine]:
         return [m for m in self.settled(role) if to_role in self.spec.roles_of(m.machine_class)]
 
+    def stranding(self) -> Callable[[str, Role], int]:
+        """From a machine and its new role to how many prompt machines would lose the way for their KV, or begin without
+        one."""
+        if self.reach is None:
+            return lambda uid, to_role: 0
+        return self.reach.stranding(self.uids(Role.PROMPT), self.uids(Role.TOKEN, Role.MIXED))
+
+    def without_way(self) -> int:
+        """Prompt machines without a machine that decodes over a link that holds their KV."""
+        if self.reach is None:
+            return 0
+        return self.reach.without_way(self.uids(Role.PROMPT), self.uids(Role.TOKEN, Role.MIXED))
+
+    def fewest_stranded(self, machines: Sequence[Machine], to_role: Role) -> list[Machine]:
+        """Those first that leave every prompt machine its way; else in the order given."""
+        stranded = self.stranding()
+        return sorted(machines, key=lambda m: stranded(m.uid, to_role))
+
     def rested(self, machine: Machine) -> bool:
         return self.now - self.since(machine) >= self.spec.dwell_seconds
 
@@ -128,6 +151,20 @@ class Board:
             if m.uid in self._counted and self._role[m.uid] is not None:
                 left[m.machine_class] = max(0, left[m.machine_class] - 1)
         return left
+
+    def room_by_class(self) -> dict[str, int]:
+        """How many more machines may get a role; one that is not ready keeps its place for as long as it exists."""
+        room = budget_by_class(self.spec)
+        for m in self.machines:
+            if self._role[m.uid] is not None and not m.cordoned:
+                room[m.machine_class] -= 1
+        return room
+
+    def surplus(self) -> int:
+        """Machines that wait for a role since their class has its replicas."""
+        room = self.room_by_class()
+        waiting = Counter(m.machine_class for m in self.unborn())
+        return sum(max(0, n - max(0, room[name])) for name, n in waiting.items())
 
     def moving(self) -> bool:
         return any(m.move is not None and m.move.from_role is not None for m in self.machines)

@@ -33,6 +33,7 @@ from poolwright.core.demand import Demand
 from poolwright.core.evidence import evidence
 from poolwright.core.fast_loop import count_ticks, measure
 from poolwright.core.forecast import Forecast
+from poolwright.core.links import Reach
 from poolwright.core.objective import measure_load, read_objectives
 from poolwright.core.plan import Measured, between_plans, plan
 from poolwright.core.reading import MetricsState
@@ -48,6 +49,8 @@ _STALE_INTERVALS = 3  # of the fast loop: an older live reading says nothing
 
 
 def decide(now: float, snapshot: Snapshot, spec: PolicySpec, memory: Memory) -> tuple[Decision, Memory]:
+    if not math.isfinite(now):
+        return _without_a_clock(snapshot, spec, memory), memory
     if snapshot.live is not None and not snapshot.live.is_sound(now, _STALE_INTERVALS * spec.fast_interval_seconds):
         snapshot = replace(snapshot, live=None)
     records = settle_records(now, snapshot.machines, memory.moves)
@@ -61,6 +64,7 @@ def decide(now: float, snapshot: Snapshot, spec: PolicySpec, memory: Memory) -> 
     due = memory.planned_at is None or not 0 <= now - memory.planned_at < spec.interval_seconds
     past = _with_live(now, board, snapshot, replace(memory, moves=records), due)
     demand = _demand(now, snapshot, spec, past.forecast)
+    board.reach = _reach(snapshot, demand)
     load = measure_load(snapshot.reading, *(board.count(role) for role in (Role.PROMPT, Role.TOKEN, Role.MIXED)))
     objectives = read_objectives(spec, snapshot.reading, load, _own_seconds(snapshot, spec, demand))
     measured = Measured(snapshot, objectives, load, demand)
@@ -88,8 +92,9 @@ def decide(now: float, snapshot: Snapshot, spec: PolicySpec, memory: Memory) -> 
         for move in choice.moves:
             planned_moves.append(move)
             board.move(move.uid, move.to_role)
-            desired = {**desired, move.from_role: desired[move.from_role] - 1}
-            desired[move.to_role] += 1
+            if desired[move.from_role] > 0:  # else it is one whom nobody wanted there
+                desired = {**desired, move.from_role: desired[move.from_role] - 1}
+                desired[move.to_role] += 1
 
     counts: Counts = {role: board.count(role) for role in Role}
     if spec.mode is Mode.MANUAL:
@@ -106,7 +111,7 @@ def decide(now: float, snapshot: Snapshot, spec: PolicySpec, memory: Memory) -> 
         advised=advised,
         objectives=objectives,
         pools={role: PoolCount(board.ready(role), desired[role]) for role in Role},
-        evidence=evidence(snapshot, objectives, load, counts, demand, board.counts_by_class()),
+        evidence=evidence(snapshot, objectives, load, counts, demand, board),
         planned=choice.reason is not Reason.NOT_DUE,
         next_plan_at=now if planned_at is None else max(now, planned_at + spec.interval_seconds),
         minimum_unmet=unmet,
@@ -134,6 +139,18 @@ def decide(now: float, snapshot: Snapshot, spec: PolicySpec, memory: Memory) -> 
     )
 
 
+def _without_a_clock(snapshot: Snapshot, spec: PolicySpec, memory: Memory) -> Decision:
+    """Whatever would be written now, a deadline or a record, would be of no time: nothing is, not even a repair."""
+    board = Board(0.0, spec, snapshot.machines, {})
+    desired = desired_counts(memory.desired, spec)
+    return Decision(
+        Reason.CLOCK_UNREADABLE,
+        "The time is not a number, so nothing is decided",
+        pools={role: PoolCount(board.ready(role), desired[role]) for role in Role},
+        evidence=(("metrics", snapshot.reading.state.value),),
+    )
+
+
 def _with_live(now: float, board: Board, snapshot: Snapshot, past: Memory, due: bool) -> Memory:
     """With what this look adds to forecast and fast loop. Nothing is learned where nothing has a price."""
     if not snapshot.prices:
@@ -156,6 +173,22 @@ def _demand(now: float, snapshot: Snapshot, spec: PolicySpec, forecast: Forecast
         return None
     offered = forecast.offered(now + spec.interval_seconds / 2)
     return None if offered is None or offered.requests_per_second <= 0 else Demand(spec, snapshot.prices, offered)
+
+
+def _reach(snapshot: Snapshot, demand: Demand | None) -> Reach | None:
+    """At the rate of the offered prompts, or of those that came where work has no price; none, or not all, says nothing
+    of what is to come."""
+    links, reading = snapshot.links, snapshot.reading
+    if links is None:
+        return None
+    tokens_per_second = 0.0
+    if demand is not None:
+        tokens_per_second = demand.offered.prompt_tokens_per_second
+    elif reading.state is MetricsState.COMPLETE and reading.window_seconds > 0:
+        tokens_per_second = reading.prompt_tokens / reading.window_seconds
+    sizes = [p.kv_bytes_per_token for p in snapshot.prices.values() if p.kv_bytes_per_token]
+    rate = tokens_per_second * (links.kv_bytes_per_token or max(sizes, default=0))
+    return Reach(links, rate if 0 < rate < math.inf else None)
 
 
 def _own_seconds(snapshot: Snapshot, spec: PolicySpec, demand: Demand | None) -> Mapping[Metric, float]:

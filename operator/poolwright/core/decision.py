@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from poolwright.core.forecast import Forecast
+from poolwright.core.links import Links
 from poolwright.core.machine import Machine
-from poolwright.core.pricing import Links, MachinePrices
+from poolwright.core.pricing import MachinePrices
 from poolwright.core.reading import LiveReading, MetricsReading
 from poolwright.core.spec import Metric
 from poolwright_protocol.roles import Role
@@ -47,6 +48,7 @@ class Reason(StrEnum):
     NO_MACHINES = "NoMachines"
     MINIMUM_UNMET = "MinimumUnmet"
     MEMORY_UNREADABLE = "MemoryUnreadable"
+    CLOCK_UNREADABLE = "ClockUnreadable"
     MOVE_IN_PROGRESS = "MoveInProgress"
     COOLING_DOWN = "CoolingDown"
     MOVES_CAPPED = "MovesCapped"
@@ -60,6 +62,7 @@ class Reason(StrEnum):
     BOTH_MISSED = "BothMissed"
     DONOR_NOT_COMFORTABLE = "DonorNotComfortable"
     NO_DONOR = "NoDonor"
+    NO_LINK = "NoLink"  # who could go would leave a prompt machine without a way for its KV
     CONFIRMING = "Confirming"
     HELD_AFTER_MISS = "HeldAfterMiss"
     OVERLOADED = "Overloaded"

@@ -24,7 +24,6 @@ from poolwright.core.spec import Metric, PolicySpec
 from poolwright_protocol.roles import Role
 
 RAISE = 0.55
-LOWER = 0.40
 PLANNED_UTILISATION = 0.8
 DEADBAND = 0.05  # of pressure: a shift must take away at least this much
 OVERLOADED = 2.0  # pressure where a phase is offered exactly what it can do

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from poolwright.core.board import Board
 from poolwright.core.decision import ObjectiveReading, Snapshot
-from poolwright.core.demand import ByClass, Demand
+from poolwright.core.demand import Demand
 from poolwright.core.objective import Load
 from poolwright.core.pricing import MachinePrices, Prices
 from poolwright.core.reading import MetricsState
@@ -20,7 +21,7 @@ def evidence(
     load: Load,
     counts: Counts,
     demand: Demand | None,
-    by_class: ByClass,
+    board: Board,
 ) -> tuple[tuple[str, str], ...]:
     reading = snapshot.reading
     lines = [
@@ -30,14 +31,16 @@ def evidence(
     for o in objectives:
         share = "" if o.share_under_target is None else f", {o.share_under_target:.0%} under"
         bound = ">= " if o.at_least else ""
+        queued = "" if o.queued is None else f", queueing {o.queued:.2f} of what the target leaves for it"
         lines.append(
             (
                 o.name,
                 f"{o.state.value}: {bound}{seconds_text(o.observed_seconds)} of {seconds_text(o.target_seconds)}"
-                f"{share}, {o.samples:.0f} samples",
+                f"{share}, {o.samples:.0f} samples{queued}",
             )
         )
-    if reading.state in (MetricsState.COMPLETE, MetricsState.PARTIAL):
+    numbers = (reading.arrivals, reading.window_seconds, reading.in_flight, reading.oldest_waiting_seconds)
+    if reading.state in (MetricsState.COMPLETE, MetricsState.PARTIAL) and all(map(math.isfinite, numbers)):
         lines += [
             ("arrivals", f"{reading.arrivals:.0f} in {reading.window_seconds:.0f} s"),
             ("in-flight", f"{reading.in_flight:.0f}"),
@@ -47,8 +50,17 @@ def evidence(
         ]
     if snapshot.prices:
         lines.append(("prices", prices_text(snapshot.prices)))
+    if surplus := board.surplus():
+        lines.append(("beyond-budget", f"{surplus} machine(s) wait for a role until others of their class have gone"))
+    if board.reach is not None:
+        rate = board.reach.kv_bytes_per_second
+        made = "KV at an unknown rate" if rate is None else f"{rate / 1e9:.3g} GB/s of KV"
+        without = f"{board.without_way()} of {counts[Role.PROMPT]} prompt machines have no way for it"
+        lines.append(("links", f"{made}; {without}"))
     if demand is not None:
+        by_class = board.counts_by_class()
         offered, pressure = demand.offered, demand.pressure(by_class)
+        wanted = demand.machines_wanted(by_class)
         lines += [
             ("offered", f"{offered.requests_per_second:.2f} requests/s of {offered.prompt_tokens:.0f} prompt tokens"),
             (
@@ -56,7 +68,7 @@ def evidence(
                 f"{offered.output_tokens:.0f} tokens each, counts stray by {offered.dispersion:.1f} of Poisson",
             ),
             ("pressure", str(pressure)),
-            ("machines-wanted", f"{demand.machines_wanted(by_class):+.1f}"),
+            ("machines-wanted", "no number would do" if math.isinf(wanted) else f"{wanted:+.1f}"),
         ]
     return tuple(lines)
 

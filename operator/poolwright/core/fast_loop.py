@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from poolwright.core.board import Board
-from poolwright.core.candidates import may_go
+from poolwright.core.candidates import Candidates, may_go
 from poolwright.core.choice import Choice
 from poolwright.core.decision import Memory, Outcome, PlannedMove, Reason, Snapshot
 from poolwright.core.reading import MachineWork
@@ -76,16 +76,22 @@ def by_backlog(
     text = f"work on {need.value} machines is {max(loads.prompt, loads.token):.2f} of what the target allows"
     if giver is Role.PROMPT and _cooling(board.now, past):
         return Choice(Reason.COOLING_DOWN, f"A prompt machine was taken a moment ago; {text}")
+    refusals: list[Candidates] = []
     for from_role in (Role.MIXED, giver) if board.count(giver) < board.count(Role.MIXED) else (giver, Role.MIXED):
         n = board.count(from_role)
         if from_role is giver and (n < 2 or load * n / (n - 1) > HOLDS):
             continue
         if from_role is Role.MIXED and not board.count(giver):
             continue  # a machine of one phase is of no use without one of the other: the plan makes pairs
-        rested = [m for m in may_go(board, snapshot, None, (from_role, need)) if board.rested(m)]
-        if rested:
-            move = PlannedMove(rested[0].uid, rested[0].name, from_role, need, reason, text)
+        found = may_go(board, snapshot, (from_role, need))
+        if found.rested:
+            chosen = found.rested[0]
+            move = PlannedMove(chosen.uid, chosen.name, from_role, need, reason, text)
             return Choice(reason, text, (move,), helps=need, helps_seconds=board.spec.interval_seconds)
+        if found.refusal is not Reason.NO_DONOR:
+            refusals.append(found)
+    if refusals:
+        return Choice(refusals[0].refusal, f"No machine may be moved, {refusals[0].message}; {text}")
     return Choice(Reason.DONOR_NOT_COMFORTABLE, f"No pool would hold its own with one machine fewer; {text}")
 
 

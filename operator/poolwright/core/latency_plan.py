@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from poolwright.core.board import Board
+from poolwright.core.candidates import may_go
 from poolwright.core.choice import Choice
 from poolwright.core.decision import ObjectiveReading, ObjectiveState, PlannedMove, Reason, Snapshot
 from poolwright.core.evidence import seconds_text, times_text
@@ -66,28 +67,25 @@ def by_latency(board: Board, snapshot: Snapshot, objectives: Sequence[ObjectiveR
         return Choice(
             Reason.INSUFFICIENT_SAMPLES, f"{needy.metric.value} is missed, but {other.metric.value} has too few samples"
         )
-    return _first_step(board, needy, None if both else other, load, steps, reading.state)
+    return _first_step(board, snapshot, needy, None if both else other, load, steps)
 
 
 def _first_step(
     board: Board,
+    snapshot: Snapshot,
     needy: ObjectiveReading,
     donor: ObjectiveReading | None,
     load: Load,
     steps: Sequence[tuple[Role, Role]],
-    state: MetricsState,
 ) -> Choice:
     observed, target = seconds_text(needy.observed_seconds), seconds_text(needy.target_seconds)
     wanted = f"{needy.metric.value} {observed} over its target {target}"
     refusals: list[tuple[Reason, str]] = []
     for from_role, to_role in steps:
         step = f"{from_role.value} to {to_role.value}"
-        able = board.able(from_role, to_role)
-        if not able or not board.may_leave(from_role, to_role):
-            refusals.append((Reason.NO_DONOR, f"{step}: none to give"))
-            continue
-        if not board.has_room(to_role):
-            refusals.append((Reason.NO_DONOR, f"{step}: {to_role.value} is at its maximum"))
+        found = may_go(board, snapshot, (from_role, to_role))
+        if not found.rested and found.refusal is not Reason.DWELLING:
+            refusals.append((found.refusal, f"{step}: {found.message}"))
             continue
         comfort = _predicted(donor, load, from_role, to_role)
         if donor is not None and comfort > COMFORTABLE_STRESS:
@@ -98,18 +96,17 @@ def _first_step(
                 )
             )
             continue
-        rested = [m for m in able if board.rested(m)]
-        if not rested:
-            refusals.append((Reason.DWELLING, f"{step}: every machine took its role too recently"))
+        if not found.rested:
+            refusals.append((found.refusal, f"{step}: {found.message}"))
             continue
         reason = Reason.TTFT_MISSED if needy.metric is Metric.TTFT else Reason.TBT_MISSED
         gives = f", {donor.metric.value} predicted at {times_text(comfort)} its target" if donor is not None else ""
         message = f"{wanted}{gives}"
-        move = PlannedMove(rested[0].uid, rested[0].name, from_role, to_role, reason, message)
+        move = PlannedMove(found.rested[0].uid, found.rested[0].name, from_role, to_role, reason, message)
         return Choice(reason, message, (move,), helps=Role.PROMPT if needy.metric is Metric.TTFT else Role.TOKEN)
-    order = (Reason.DWELLING, Reason.DONOR_NOT_COMFORTABLE, Reason.NO_DONOR)
+    order = (Reason.DWELLING, Reason.DONOR_NOT_COMFORTABLE, Reason.NO_LINK, Reason.NO_DONOR)
     reason = next(r for r in order if r in [refusal for refusal, _ in refusals])
-    if state is MetricsState.PARTIAL and reason is Reason.NO_DONOR:
+    if snapshot.reading.state is MetricsState.PARTIAL and reason is Reason.NO_DONOR:
         return Choice(Reason.METRICS_PARTIAL, f"{wanted}; some routers are unseen, so only a mixed machine may move")
     return Choice(reason, f"{wanted}; {'; '.join(text for _, text in refusals)}")
 

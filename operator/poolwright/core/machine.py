@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from poolwright.core.links import Place
 from poolwright.core.router_note import RouterNote
 from poolwright_protocol.roles import Role
 
@@ -76,6 +77,7 @@ class Machine:
     deleting: bool = False
     cordoned: bool = False  # its node takes no new pods; the machine is expected to go
     restarts: int = 0
+    place: Place | None = field(default=None, hash=False)  # None: nobody said where its node stands
     note: RouterNote | None = field(default=None, hash=False)  # beside the role; None: routers are told nothing yet
 
     def to_row(self) -> dict[str, Any]:
@@ -89,7 +91,8 @@ class Machine:
         role = Role(row["role"]) if row["role"] else None
         move = Move.from_json(row["move"]) if row["move"] else None
         note = RouterNote.from_json(row["note"]) if row.get("note") else None
-        return cls(**{**row, "role": role, "move": move, "note": note})
+        place = Place(**row["place"]) if row.get("place") else None
+        return cls(**{**row, "role": role, "move": move, "note": note, "place": place})
 
     @property
     def effective_role(self) -> Role | None:

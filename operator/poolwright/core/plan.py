@@ -4,7 +4,7 @@ What is wanted comes from one of three places, never from two at once: the user'
 priced (`work_plan`), and latency where it is not (`latency_plan`). Between two plans, the fast loop.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from poolwright.core import fast_loop
@@ -100,25 +100,30 @@ def _held(board: Board, choice: Choice, past: Memory) -> Choice | None:
 
 def _conform(board: Board) -> Choice | None:
     """Follow an edit of the spec: a role its class no longer may take, a pool above its maximum."""
+    stranded = board.stranding()
+    move = min(_conforming(board), key=lambda m: stranded(m.uid, m.to_role), default=None)
+    return None if move is None else Choice(move.reason, move.message, (move,))
+
+
+def _conforming(board: Board) -> Iterator[PlannedMove]:
+    """Moves that may be made now and follow the spec, whoever is most out of it first."""
     spec = board.spec
     for role in Role:
         maximum = spec.pools[role].maximum
         above = maximum is not None and board.count(role) > maximum
         for machine in board.settled(role):
             allowed = spec.roles_of(machine.machine_class)
-            if role in allowed and not above:
+            if (role in allowed and not above) or not board.rested(machine):
                 continue
             reason = Reason.ABOVE_MAXIMUM if role in allowed else Reason.ROLE_NOT_ALLOWED
+            text = (
+                f"{role.value} is above its maximum"
+                if reason is Reason.ABOVE_MAXIMUM
+                else f"class {machine.machine_class} may no longer be {role.value}"
+            )
             for to_role in sorted((r for r in Role if r in allowed and r is not role), key=board.count):
-                if board.has_room(to_role) and board.may_leave(role, to_role) and board.rested(machine):
-                    message = (
-                        f"{role.value} is above its maximum"
-                        if reason is Reason.ABOVE_MAXIMUM
-                        else f"class {machine.machine_class} may no longer be {role.value}"
-                    )
-                    move = PlannedMove(machine.uid, machine.name, role, to_role, reason, message)
-                    return Choice(reason, message, (move,))
-    return None
+                if board.has_room(to_role) and board.may_leave(role, to_role):
+                    yield PlannedMove(machine.uid, machine.name, role, to_role, reason, text)
 
 
 def _manual(board: Board, desired: Counts) -> Choice:
@@ -138,7 +143,7 @@ def _manual(board: Board, desired: Counts) -> Choice:
             continue
         if to_role not in short and not any(board.able(to_role, b) for b in short):
             continue
-        able = board.able(from_role, to_role)
+        able = board.fewest_stranded(board.able(from_role, to_role), to_role)
         rested = [m for m in able if board.rested(m)]
         if rested:
             move = PlannedMove(rested[0].uid, rested[0].name, from_role, to_role, Reason.MANUAL_COUNTS, message)

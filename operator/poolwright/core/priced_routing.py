@@ -107,22 +107,28 @@ def choose_priced(
         if borrowed is not None and borrowed[0] < (min(pair_end, whole_end) if in_step else whole_end):
             route = Route.BORROWED_FOR_PROMPT if borrowed[2].role is Role.TOKEN else Route.BORROWED_FOR_TOKENS
             if borrowed[0] <= deadline or pair_end > deadline:
-                return Choice(borrowed[2], None, route)
+                return Choice(borrowed[2], None, route, borrowed[0] - now, _step_of(borrowed[2], tokens))
     if best_whole is not None and (
         best_prompt is None
         or (whole_is_fine and not pair_is_fine)
         or (whole_is_fine == pair_is_fine and whole_end <= pair_end)
     ):
-        return Choice(best_whole[2], None, Route.PREFIX if best_whole[2].uid in cached else Route.MIXED)
+        route = Route.PREFIX if best_whole[2].uid in cached else Route.MIXED
+        return Choice(best_whole[2], None, route, whole_end - now, _step_of(best_whole[2], tokens))
     if best_prompt is None:
         # Mixed machines alone, and all of them full: the one that is soonest done with what it has.
         best_whole = _best_whole(request, whole, now, targets, needs_room=False)
-        return Choice(best_whole[2], None, Route.MIXED) if best_whole else None
+        return Choice(best_whole[2], None, Route.MIXED, best_whole[0] - now) if best_whole else None
     if n - cached.get(token.uid, 0) <= request.local_prompt_tokens:
         local = _whole_end(request, token, loads[token.uid], now, targets)
         if local <= pair_end:
-            return Choice(token, None, Route.SHORT_PROMPT)
-    return Choice(token, best_prompt[3], Route.PREFIX if best_prompt[2] in cached else Route.SPLIT)
+            return Choice(token, None, Route.SHORT_PROMPT, local - now, _step_of(token, tokens))
+    route = Route.PREFIX if best_prompt[2] in cached else Route.SPLIT
+    return Choice(token, best_prompt[3], route, pair_end - now, _step_of(token, tokens))
+
+
+def _step_of(machine: Machine, tokens: Sequence[tuple[float, str, Machine, Load]]) -> float | None:
+    return next((step for step, uid, _, _ in tokens if uid == machine.uid), None)
 
 
 def _lendable(tokens: Sequence[tuple[float, str, Machine, Load]], most_seconds: float) -> list[tuple[Machine, Load]]:

@@ -132,19 +132,3 @@ class MachinePrices:
 
 
 Prices = Mapping[str, MachinePrices]  # by machine class
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """How fast KV moves between machines: `domains` names the island of each (a node, a rack with its own switch)."""
-
-    domains: Mapping[str, str]
-    inside_bytes_per_second: float
-    between_bytes_per_second: float
-
-    def bytes_per_second(self, a: str, b: str) -> float:
-        if a == b:
-            return math.inf
-        here, there = self.domains.get(a), self.domains.get(b)
-        same = here is not None and here == there
-        return self.inside_bytes_per_second if same else self.between_bytes_per_second

@@ -22,7 +22,7 @@ _PROMPTS = ((64, 64), (512, 1024))
 @dataclass(frozen=True, slots=True)
 class RouterNote:
     """Annotation `poolwright.dev/routing`. None: no such objective, no such bound. `relegates`: requests that would be
-    late in any case go behind all others."""
+    late in any case go behind all others; `refuses`: such may be refused."""
 
     profile: MachineProfile
     ttft_seconds: float | None = None
@@ -30,6 +30,7 @@ class RouterNote:
     tbt_percentile: float | None = None
     max_prefill_tokens_per_step: int | None = None
     relegates: bool = False
+    refuses: bool = False
 
     def to_json(self) -> str:
         body: dict[str, Any] = {
@@ -39,6 +40,7 @@ class RouterNote:
             "tbtPercentile": self.tbt_percentile,
             "maxPrefillTokensPerStep": self.max_prefill_tokens_per_step,
             "relegates": self.relegates or None,
+            "refuses": self.refuses or None,
         }
         return json.dumps({key: value for key, value in body.items() if value is not None}, separators=(",", ":"))
 
@@ -51,9 +53,6 @@ class RouterNote:
         bound = raw.get("maxPrefillTokensPerStep")
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
             raise ValueError(f"maxPrefillTokensPerStep: expected a positive integer, not {bound!r}")
-        relegates = raw.get("relegates", False)
-        if not isinstance(relegates, bool):
-            raise ValueError(f"relegates: expected true or false, not {relegates!r}")
         try:
             profile = MachineProfile.from_json(raw.get("profile"))
         except ValueError as error:
@@ -64,7 +63,8 @@ class RouterNote:
             _positive(raw, "tbtSeconds", 1e9),
             _positive(raw, "tbtPercentile", 100.0),
             bound,
-            relegates,
+            _flag(raw, "relegates"),
+            _flag(raw, "refuses"),
         )
 
     def is_news_after(self, old: "RouterNote | None") -> bool:
@@ -89,6 +89,13 @@ def _seconds(profile: MachineProfile) -> Iterator[float]:
         for tokens, kv_tokens in steps:
             yield (cost or StepCost(0.0, 0.0, 0.0)).seconds(tokens, kv_tokens)
     yield float(profile.kv_capacity_tokens or 0)
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    value = raw.get(key, False)
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{key}: expected true or false, not {value!r}")
 
 
 def _positive(raw: dict[str, Any], key: str, most: float) -> float | None:

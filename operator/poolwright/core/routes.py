@@ -110,13 +110,40 @@ BORROWED = frozenset({Route.BORROWED_FOR_PROMPT, Route.BORROWED_FOR_TOKENS})
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`prompt` None: the decoding machine computes the prompt too."""
+    """`prompt` None: the decoding machine computes the prompt too.
+
+    What it was made on, as predicted and no part of what it is: `first_token_seconds` from now, and `step_seconds` of
+    the decoding machine with this stream in it; None where that has no price.
+    """
 
     token: Machine
     prompt: Machine | None
     route: Route
+    first_token_seconds: float | None = field(default=None, compare=False)
+    step_seconds: float | None = field(default=None, compare=False)
+
+
+class NoRoute(StrEnum):
+    """Why no machine is chosen."""
+
+    NO_MACHINE = "NoMachine"
+    NONE_READY = "NoneReady"
+    ALL_TRIED = "AllTried"
 
 
 @dataclass(frozen=True, slots=True)
 class NoMachine:
-    reason: str
+    why: NoRoute
+    machines: int = 0
+    live: int = 0
+
+    @property
+    def reason(self) -> str:
+        """For whoever asked."""
+        match self.why:
+            case NoRoute.NO_MACHINE:
+                return "the pool has no machine"
+            case NoRoute.NONE_READY:
+                return f"none of the {self.machines} machines of the pool is Ready"
+            case NoRoute.ALL_TRIED:
+                return f"none of the {self.live} Ready machines of the pool took the request"

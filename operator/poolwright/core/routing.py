@@ -19,6 +19,7 @@ from poolwright.core.routes import (
     Choice,
     Load,
     NoMachine,
+    NoRoute,
     Route,
     RoutingRequest,
     Targets,
@@ -34,6 +35,7 @@ __all__ = [
     "Choice",
     "Load",
     "NoMachine",
+    "NoRoute",
     "Route",
     "RoutingRequest",
     "Targets",
@@ -57,15 +59,18 @@ def choose(
             return priced
     usable = _usable(machines, request.tried, loads, now)
     if not usable:
-        return NoMachine(_why_none(machines, request.tried))
+        return _none(machines)
 
     def load(machine: Machine) -> Load:
         return loads.get(machine.uid, IDLE)
 
+    def new_tokens(machine: Machine) -> int:
+        return max(1, request.prompt_tokens - request.cached_tokens.get(machine.uid, 0))
+
     def prompt_milliseconds(machine: Machine) -> float:
-        """From now to the end of this prompt, were it sent there."""
+        """From now to the end of this prompt, were it sent there: so a cached prefix is worth its recompute."""
         at = load(machine)
-        return (at.work_tokens + request.prompt_tokens) * at.milliseconds_per_token
+        return (at.work_tokens + new_tokens(machine)) * at.milliseconds_per_token
 
     def prompt_cost(machine: Machine) -> float:
         handoff = HANDOFF_MILLISECONDS if machine.routing_role is Role.PROMPT else 0.0
@@ -80,15 +85,23 @@ def choose(
     prompts = [m for m in usable if m.routing_role is not Role.TOKEN]
     tokens = [m for m in usable if m.routing_role is not Role.PROMPT]
     if not prompts or not tokens:
-        return Choice(least(usable, prompt_milliseconds, ESTIMATE_TOLERANCE), None, Route.ONE_SIDED)
+        one = least(usable, prompt_milliseconds, ESTIMATE_TOLERANCE)
+        return Choice(one, None, Route.ONE_SIDED, prompt_milliseconds(one) / 1000)
     prompt = least(prompts, prompt_cost, ESTIMATE_TOLERANCE)
     if prompt.routing_role is Role.MIXED:
-        return Choice(prompt, None, Route.MIXED)
+        return Choice(
+            prompt,
+            None,
+            Route.PREFIX if prompt.uid in request.cached_tokens else Route.MIXED,
+            prompt_cost(prompt) / 1000,
+        )
     token = least(tokens, lambda m: load(m).work_tokens)
-    short = request.prompt_tokens <= request.local_prompt_tokens
+    short = new_tokens(token) <= request.local_prompt_tokens
     if short and prompt_milliseconds(token) <= prompt_cost(prompt):
-        return Choice(token, None, Route.SHORT_PROMPT)
-    return Choice(token, prompt, Route.SPLIT)
+        return Choice(token, None, Route.SHORT_PROMPT, prompt_milliseconds(token) / 1000)
+    return Choice(
+        token, prompt, Route.PREFIX if prompt.uid in request.cached_tokens else Route.SPLIT, prompt_cost(prompt) / 1000
+    )
 
 
 def any_machine(
@@ -97,7 +110,7 @@ def any_machine(
     """For a call that needs an engine but no inference: the least loaded machine."""
     usable = _usable(machines, tried, loads, now)
     if not usable:
-        return NoMachine(_why_none(machines, tried))
+        return _none(machines)
     return min(usable, key=lambda m: (loads.get(m.uid, IDLE).work_tokens, m.uid))
 
 
@@ -113,10 +126,7 @@ def _usable(machines: Sequence[Machine], tried: frozenset[str], loads: Mapping[s
     return [m for m in sound if m.move is None] or sound or live
 
 
-def _why_none(machines: Sequence[Machine], tried: frozenset[str]) -> str:
+def _none(machines: Sequence[Machine]) -> NoMachine:
     live = sum(is_live(m) for m in machines)
-    if live:
-        return f"none of the {live} Ready machines of the pool took the request"
-    if machines:
-        return f"none of the {len(machines)} machines of the pool is Ready"
-    return "the pool has no machine"
+    why = NoRoute.ALL_TRIED if live else NoRoute.NONE_READY if machines else NoRoute.NO_MACHINE
+    return NoMachine(why, len(machines), live)

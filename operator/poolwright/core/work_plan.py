@@ -9,7 +9,7 @@ clearly harder then.
 from collections.abc import Sequence
 
 from poolwright.core.board import Board
-from poolwright.core.candidates import may_go
+from poolwright.core.candidates import Candidates, may_go
 from poolwright.core.choice import Choice
 from poolwright.core.decision import Memory, ObjectiveReading, ObjectiveState, PlannedMove, Reason, Snapshot
 from poolwright.core.demand import DEADBAND, RAISE, Demand, Step
@@ -64,13 +64,12 @@ def by_work(
             return Choice(Reason.OVERLOADED, text)
         return Choice(Reason.SPLIT_FITS, f"No other split is better by more than the deadband: {now}")
     message = f"the offered work presses {now}; after {len(steps)} move(s) {best}"
-    return _shift(board, snapshot, demand, past, steps, message, at_once=now.most >= OVERLOAD)
+    return _shift(board, snapshot, past, steps, message, at_once=now.most >= OVERLOAD)
 
 
 def _shift(
     board: Board,
     snapshot: Snapshot,
-    demand: Demand,
     past: Memory,
     steps: Sequence[Step],
     message: str,
@@ -87,23 +86,17 @@ def _shift(
         return Choice(Reason.CONFIRMING, f"To be confirmed by the next plan: {message}", asks=asks)
     tried = board.copy()
     moves: list[PlannedMove] = []
-    resting = False
+    found = Candidates()
     for machine_class, from_role, to_role in steps:
-        able = may_go(tried, snapshot, demand, (from_role, to_role), machine_class)
-        rested = [m for m in able if tried.rested(m)]
-        if not rested:
-            resting = resting or bool(able)
+        found = may_go(tried, snapshot, (from_role, to_role), machine_class)
+        if not found.rested:
             break  # the steps after it were found to help after it
-        chosen = rested[0]
+        chosen = found.rested[0]
         moves.append(PlannedMove(chosen.uid, chosen.name, from_role, to_role, Reason.WORK_SHIFTED, message))
         tried.move(chosen.uid, to_role)
     if moves:
         return Choice(Reason.WORK_SHIFTED, message, tuple(moves), asks=asks)
-    if resting:
-        return Choice(
-            Reason.DWELLING, f"Every machine that could move took its role too recently; {message}", asks=asks
-        )
-    return Choice(Reason.NO_DONOR, f"No machine may be moved; {message}", asks=asks)
+    return Choice(found.refusal, f"No machine may be moved, {found.message}; {message}", asks=asks)
 
 
 def makes_worse(demand: Demand, board: Board, move: PlannedMove) -> bool:

@@ -5,7 +5,7 @@ waits in a thread. It knows no policy and renders nothing.
 """
 
 from poolwright.kube.client import ApiError, KubeClient
-from poolwright.kube.machines import CordonedNodes, KubeMachines
+from poolwright.kube.machines import KubeMachines, Nodes
 from poolwright.kube.resources import Resource
 
-__all__ = ["ApiError", "CordonedNodes", "KubeClient", "KubeMachines", "Resource"]
+__all__ = ["ApiError", "KubeClient", "KubeMachines", "Nodes", "Resource"]

@@ -5,13 +5,14 @@ manager set, or create a pod that has just gone. Broken annotations count as abs
 """
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
 from poolwright.api.times import format_time, parse_time
+from poolwright.core.links import Place
 from poolwright.core.machine import Machine, MachinePatch, Move
 from poolwright.core.router_note import RouterNote
 from poolwright.kube.client import ApiError, KubeClient, Manifest, unavailable
@@ -25,33 +26,69 @@ log = logging.getLogger(__name__)
 ENGINE_CONTAINER = "engine"
 _PORTS = {"api": names.API_PORT, "admin": names.ADMIN_PORT, "kv": names.KV_PORT}
 _CORDON_TTL_SECONDS = 5.0
+_PLACES_TTL_SECONDS = 60.0  # labels of hardware: they change when it does
 _GONE_PHASES = ("Failed", "Succeeded")
 
 
-class CordonedNodes:
-    """Names of the nodes that take no new pods; empty for good where the operator may not read nodes."""
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """By name: nodes that take no new pods, and where nodes stand for KV, of those whose labels say it."""
+
+    cordoned: frozenset[str] = frozenset()
+    places: Mapping[str, Place] = field(default_factory=dict)
+
+
+class Nodes:
+    """What the pools of one operator need of nodes; nothing for good where it may not read them. Only nodes that are
+    cordoned or labelled are ever asked for, so that a large cluster costs little."""
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
-        self._names: frozenset[str] = frozenset()
-        self._read_at: float | None = None
+        self._facts = NodeFacts()
+        self._cordons_at: float | None = None
+        self._places_at: float | None = None
         self._forbidden = False
+        self._complaints: dict[str, str] = {}
 
-    async def names(self) -> frozenset[str]:
+    async def facts(self) -> NodeFacts:
         now = monotonic()
-        if self._forbidden or (self._read_at is not None and now - self._read_at < _CORDON_TTL_SECONDS):
-            return self._names
         try:
-            nodes = await self._client.list(NODES, None, fields="spec.unschedulable=true")
+            if not self._forbidden and _is_old(self._cordons_at, now, _CORDON_TTL_SECONDS):
+                nodes = await self._client.list(NODES, None, fields="spec.unschedulable=true")
+                self._facts = replace(self._facts, cordoned=frozenset(str(n["metadata"]["name"]) for n in nodes))
+                self._cordons_at = now
+            if not self._forbidden and _is_old(self._places_at, now, _PLACES_TTL_SECONDS):
+                nodes = await self._client.list(NODES, None, labels=names.LABEL_KV_ISLAND)
+                self._facts = replace(self._facts, places=self._places(nodes))
+                self._places_at = now
         except ApiError as error:
             if error.status not in (401, 403):
                 raise
             self._forbidden = True
-            log.warning("Nodes are not readable; cordoned ones are not noticed error=%s", error.message)
-            return self._names
-        self._names = frozenset(str(node["metadata"]["name"]) for node in nodes)
-        self._read_at = now
-        return self._names
+            log.warning("Nodes are not readable; cordons and links are not noticed error=%s", error.message)
+        return self._facts
+
+    def _places(self, nodes: Sequence[Manifest]) -> dict[str, Place]:
+        """A node whose labels are broken has no place, and is named in the log once."""
+        places: dict[str, Place] = {}
+        complaints: dict[str, str] = {}
+        for node in nodes:
+            name = str(node["metadata"]["name"])
+            try:
+                place = Place.of_labels(node["metadata"].get("labels") or {})
+            except ValueError as error:
+                complaints[name] = str(error)
+                if self._complaints.get(name) != complaints[name]:
+                    log.warning("Labels of a node were ignored node=%s error=%s", name, error)
+                continue
+            if place is not None:
+                places[name] = place
+        self._complaints = complaints
+        return places
+
+
+def _is_old(read_at: float | None, now: float, ttl_seconds: float) -> bool:
+    return read_at is None or now - read_at >= ttl_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +102,29 @@ class SeenEpoch:
 class KubeMachines:
     """`machines.Machines` over the engine pods of one pool."""
 
-    def __init__(self, client: KubeClient, namespace: str, pool: str, cordoned: CordonedNodes | None = None) -> None:
+    def __init__(self, client: KubeClient, namespace: str, pool: str, nodes: Nodes | None = None) -> None:
         self._client = client
         self._namespace = namespace
         self._labels = engine_selector(pool)
-        self._cordoned = cordoned
+        self._nodes = nodes
+        self._facts = NodeFacts()
         self._odd_epochs: dict[str, SeenEpoch] = {}  # by uid; only those that read as 0 without saying "0"
         self._complaints: dict[str, str] = {}  # uid → last complaint, so that each is logged once
 
     async def list(self) -> tuple[Machine, ...]:
         try:
             pods = await self._client.list(PODS, self._namespace, labels=self._labels)
-            cordoned = await self._cordoned.names() if self._cordoned else frozenset[str]()
+            self._facts = await self._nodes.facts() if self._nodes else NodeFacts()
         except ApiError as error:
             raise unavailable(error) from error
-        return self._machines(pods, cordoned)
+        return self._machines(pods, self._facts)
 
     async def watch(self) -> AsyncGenerator[tuple[Machine, ...], None]:
         last: tuple[Machine, ...] | None = None
         sets = self._client.watch_set(PODS, self._namespace, labels=self._labels)
         async with aclosing(sets):
             async for pods in sets:
-                machines = self._machines(tuple(pods.values()), frozenset())
+                machines = self._machines(tuple(pods.values()), NodeFacts())
                 if machines != last:  # most changes of a pod, such as heartbeats of conditions, change no machine
                     last = machines
                     yield machines
@@ -102,7 +140,7 @@ class KubeMachines:
                 raise Conflict(f"machine {patch.name} {what}") from error
             raise unavailable(error) from error
         self._remember(pod)
-        return machine_of(pod)[0]
+        return machine_of(pod, self._facts)[0]
 
     async def annotate(self, machine: Machine, note: RouterNote | None) -> None:
         # A pod of a pool has annotations from its template: its epoch, at least.
@@ -119,13 +157,13 @@ class KubeMachines:
                 raise Conflict(f"machine {machine.name} is gone, or another machine now") from error
             raise unavailable(error) from error
 
-    def _machines(self, pods: Sequence[Manifest], cordoned: frozenset[str]) -> tuple[Machine, ...]:
+    def _machines(self, pods: Sequence[Manifest], nodes: NodeFacts) -> tuple[Machine, ...]:
         machines = []
         alive = set()
         for pod in pods:
             if pod.get("status", {}).get("phase") in _GONE_PHASES:
                 continue  # evicted or finished: it never serves again, and its ReplicaSet replaces it
-            machine, complaint = machine_of(pod, cordoned)
+            machine, complaint = machine_of(pod, nodes)
             machines.append(machine)
             alive.add(machine.uid)
             self._remember(pod)
@@ -160,10 +198,11 @@ def router_selector(pool: str) -> str:
     return f"{names.LABEL_POOL}={pool},{names.LABEL_COMPONENT}={names.COMPONENT_ROUTER}"
 
 
-def machine_of(pod: Manifest, cordoned: frozenset[str] = frozenset()) -> tuple[Machine, str]:
+def machine_of(pod: Manifest, nodes: NodeFacts | None = None) -> tuple[Machine, str]:
     """The pod as a machine, and what was wrong with its annotations ("" if nothing was)."""
     meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
+    nodes, node = nodes or NodeFacts(), spec.get("nodeName")
     complaints: list[str] = []
 
     def parsed(key: str, where: dict[str, str], parse: Any) -> Any:
@@ -197,10 +236,11 @@ def machine_of(pod: Manifest, cordoned: frozenset[str] = frozenset()) -> tuple[M
         admin_port=ports["admin"],
         kv_port=ports["kv"],
         deleting="deletionTimestamp" in meta,
-        cordoned=spec.get("nodeName") in cordoned,
+        cordoned=node in nodes.cordoned,
         restarts=sum(
             c.get("restartCount", 0) for c in status.get("containerStatuses") or () if c["name"] == ENGINE_CONTAINER
         ),
+        place=nodes.places.get(node) if node else None,
         note=note,
     )
     return machine, "; ".join(complaints)

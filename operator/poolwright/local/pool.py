@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from poolwright.controller.admin_client import HttpEngineAdmin
+from poolwright.controller.live import RouterWork
 from poolwright.controller.ports import Event, World
 from poolwright.controller.prometheus import PrometheusAccess, PrometheusSource
 from poolwright.controller.reconcile import Memory, reconcile
@@ -49,6 +50,7 @@ class LocalPool:
         self.machines = LocalMachines(machines_file)
         self.supervisor = Supervisor(self.machines, machines_file, LocalSettings(folder, key, router_port))
         self._engines = HttpEngineAdmin(key)
+        self._live = RouterWork()
         meta = self.store.pool.metadata
         self._prometheus = (
             None if own_scrape or not LocalPrometheus.available() else LocalPrometheus(folder / "prometheus")
@@ -92,6 +94,7 @@ class LocalPool:
         if self._prometheus:
             await self._prometheus.close()
         await self._engines.close()
+        await self._live.close()
 
     def edit(self, change: Callable[[dict[str, Any]], None]) -> None:
         """As `kubectl edit`: raises InvalidPool and changes nothing where the outcome does not validate."""
@@ -110,7 +113,7 @@ class LocalPool:
         )
 
     async def _run(self) -> None:
-        world = World(self.store, self.machines, self.supervisor, self._source, self._engines)
+        world = World(self.store, self.machines, self.supervisor, self._source, self._engines, self._live)
         memory = Memory(refresh_seconds=_STATUS_SECONDS)
         while True:
             try:

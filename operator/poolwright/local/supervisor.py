@@ -2,7 +2,8 @@
 
 Owns processes, ports and readiness, and tells `LocalMachines` what it sees; gives no roles and decides no moves. A
 crashed engine is restarted as the same machine with the role its record says, as a container restarts in its pod. An
-edit of model, engine or template replaces machines one at a time.
+edit of model, engine or template replaces machines one at a time. There is no node to choose: a machine's is taken to
+carry the labels that its class selects nodes by.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import aiohttp
 from poolwright.api.models import InferencePool, MachineClass
 from poolwright.controller.ports import ChildrenState
 from poolwright.controller.render import engine_arguments
+from poolwright.core.links import Place
 from poolwright.core.machine import Machine
 from poolwright.local.machines import LocalMachines
 from poolwright.local.processes import Process, free_ports, program
@@ -134,6 +136,7 @@ class Supervisor:
             routers_ready=int(self._router_ready),
             routers_desired=1,
             router_uids=(self._router_uid,),
+            router_urls={self._router_uid: self.router_url},
         )
 
     # ------------------------------------------------------------------------------------------------------- engines
@@ -142,6 +145,8 @@ class Supervisor:
         present = {n: e for n, e in self._engines.items() if e.machine_class == machine_class.name and not e.retiring}
         command, digest = self._command(pool, machine_class)
         changed = 0
+        for name in present:
+            self._machines.observe(name, place=Place.of_labels(machine_class.template.node_selector))
         for index in range(machine_class.replicas):
             name = f"{pool.metadata.name}-{machine_class.name}-{index}"
             if name not in self._engines:
@@ -204,6 +209,7 @@ class Supervisor:
                 role_since=None,
                 move=None,
                 created_at=time.time(),
+                place=Place.of_labels(machine_class.template.node_selector),
             )
         )
         await self._run_engine(name, engine)

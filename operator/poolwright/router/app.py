@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from poolwright.core import routing
+from poolwright.core import live_work, routing
 from poolwright.core.ledger import Ledger
 from poolwright.core.routing import NoMachine
 from poolwright.machines import Machines
@@ -33,6 +33,7 @@ from poolwright.router.relay import (
     forwarded_headers,
     read_body,
 )
+from poolwright_protocol import names
 
 _VERSION = version("poolwright")
 _INFERENCE = ("/v1/completions", "/v1/chat/completions")
@@ -45,7 +46,7 @@ class Router:
     def __init__(self, config: RouterConfig, machines: Machines, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.ledger = Ledger()
-        self.fleet = Fleet(machines, self.ledger)
+        self.fleet = Fleet(machines, self.ledger, clock)
         self.metrics = RouterMetrics(config.pool, config.pool_namespace, config.router_uid, clock)
         self._clock = clock
         self._relay = Relay(config)
@@ -69,6 +70,7 @@ class Router:
         app.add_api_route("/ready", self._ready, methods=["GET"])
         app.add_api_route("/version", _say_version, methods=["GET"])
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
+        app.add_api_route(names.ROUTER_WORK_PATH, self._work, methods=["GET"])
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(Exception, _internal_error)
         return app
@@ -77,7 +79,8 @@ class Router:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """The watch ends after the last stream: a shutdown finishes requests before it forgets machines."""
         async with self._relay:
-            probe = Probe(self._relay, self.fleet, self.ledger, self.config.probe_interval_seconds, self._clock)
+            interval_seconds = self.config.probe_interval_seconds
+            probe = Probe(self._relay, self.fleet, self.ledger, self.exchanges.beside, interval_seconds, self._clock)
             tasks = [asyncio.create_task(self.fleet.follow()), asyncio.create_task(probe.run())]
             try:
                 yield
@@ -117,12 +120,17 @@ class Router:
             503,
             f"No machine can take the request: {reason}.",
             kind="ServiceUnavailableError",
-            retry_after_seconds=self.config.retry_after_seconds,
+            retry_after_seconds=self.exchanges.retry_after_seconds(),
         )
 
     async def _ready(self) -> Response:
         """503 until a Ready machine has been seen; afterwards a pool without one is answered request by request."""
         return Response(status_code=200 if self.fleet.ready else 503)
+
+    async def _work(self) -> Response:
+        """What this router has outstanding, for the operator between two scrapes."""
+        headers = {names.HEADER_ROUTER_UID: self.config.router_uid}
+        return Response(live_work.to_json(self.ledger.work()), media_type="application/json", headers=headers)
 
     async def _metrics(self, request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))

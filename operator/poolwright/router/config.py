@@ -22,7 +22,6 @@ class RouterConfig:
     connect_timeout_seconds: float = 2.0
     # Silence of an engine, before its first byte or between two. Long: a prompt may queue behind many others.
     silence_timeout_seconds: float = 300.0
-    retry_after_seconds: int = 1
     prompt_ticket_seconds: float = 300.0
     probe_interval_seconds: float = 2.0
     drain_seconds: float = 30.0  # for streams in flight at a shutdown

@@ -5,7 +5,7 @@ from http import HTTPStatus
 
 
 class RequestError(Exception):
-    """The client's request cannot be served; the answer says why."""
+    """The client's request cannot be served; the answer says why. `counted`: metrics do, so no log need."""
 
     def __init__(
         self,
@@ -15,9 +15,11 @@ class RequestError(Exception):
         kind: str | None = None,
         param: str | None = None,
         retry_after_seconds: int | None = None,
+        counted: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.counted = counted
         self.retry_after_seconds = retry_after_seconds
         self.body = error_body(status, message, kind, param)
 

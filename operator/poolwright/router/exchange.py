@@ -18,9 +18,11 @@ from poolwright.core import routing
 from poolwright.core.ledger import Entry, Ledger
 from poolwright.core.machine import Machine
 from poolwright.core.relegation import Judged, Relegation
-from poolwright.core.routing import Choice, Load, NoMachine, RoutingRequest, Targets
+from poolwright.core.routing import IDLE, Choice, Load, NoMachine, RoutingRequest, Targets, is_live
 from poolwright.router import events, inference
 from poolwright.router.assemble import Assembly
+from poolwright.router.beside import Beside
+from poolwright.router.comeback import Comeback
 from poolwright.router.config import RouterConfig
 from poolwright.router.errors import RequestError
 from poolwright.router.events import Kind
@@ -29,6 +31,8 @@ from poolwright.router.fleet import Fleet
 from poolwright.router.inference import Inference
 from poolwright.router.meter import Meter
 from poolwright.router.metrics import RouterMetrics, Waiting
+from poolwright.router.prefixes import Prefixes
+from poolwright.router.refusal import Refusal, Refusals
 from poolwright.router.relay import (
     JSON,
     Answer,
@@ -87,6 +91,10 @@ class Exchanges:
         self._clock = clock
         self._experience = Experience()
         self._relegation = Relegation()
+        self._refusals = Refusals(self._relegation)
+        self._comeback = Comeback()
+        self._prefixes = Prefixes()
+        self.beside = Beside()
         self._logged_at = -math.inf
         metrics.relegation_threshold = self._threshold
         self._lifetimes: set[Lifetime] = set()
@@ -103,11 +111,16 @@ class Exchanges:
         code = 500
         try:
             if len(self._metrics.in_flight) >= self._config.max_in_flight_requests:
-                raise self._unavailable(f"{self._config.max_in_flight_requests} requests are in flight already.")
+                raise _unavailable(
+                    f"{self._config.max_in_flight_requests} requests are in flight already.",
+                    self._comeback.turn(self._clock()),
+                )
             self._metrics.in_flight[waiting] = None
             code = await self._admitted(path, scope, receive, reply, waiting)
+            if code in (200, CLIENT_LEFT):
+                self._comeback.ended(self._clock())
         except RequestError as error:
-            if error.status not in (429, 503):  # of which there may be many; metrics count them
+            if not error.counted:  # of those there may be many
                 log.info("Refused a request status=%d path=%s message=%r", error.status, path, str(error)[:_LOGGED])
             code = await reply.error(error)
         except Exception:
@@ -151,9 +164,12 @@ class Exchanges:
         reason = ""
         judged: Judged | None = None
         for _ in range(self._config.max_attempts):
-            wanted, targets = self._wanted(request, tried)
+            self._prefixes.follow(self._fleet.machines)
+            held = self._prefixes.held(request.prefix)
+            wanted, targets = self._wanted(request, tried, held)
             now = self._clock()
-            loads = self._ledger.loads(now)
+            context_tokens = wanted.prompt_tokens + wanted.output_tokens / 2
+            loads = self.beside.added(self._ledger.loads(now), now, context_tokens)
             choice = routing.choose(wanted, self._fleet.machines, loads, now, targets)
             if isinstance(choice, NoMachine):
                 reason = choice.reason
@@ -161,11 +177,14 @@ class Exchanges:
             if judged is None:
                 judged = self._judge(wanted, loads, now, targets, choice, reply)
             machine, relegated = choice.token, judged.reason is not None
-            entry = self._ledger.begin(
-                choice, wanted.prompt_tokens, now, output_tokens=wanted.output_tokens, relegated=relegated
-            )
+            computes = choice.prompt or choice.token
+            cached = wanted.cached_tokens.get(computes.uid, 0)
+            entry = self._ledger.begin(choice, wanted.prompt_tokens, now, cached, wanted.output_tokens, relegated)
+            self._prefixes.record(request.prefix, {computes, machine})
+            self.beside.sent(machine.uid)
+            share = held.get(machine.uid, 0.0) if computes is machine else 0.0
             try:
-                return await self._attempt(path, request, headers, reply, waiting, choice, entry, judged)
+                return await self._attempt(path, request, headers, reply, waiting, choice, entry, judged, share)
             except MachineFailed as failure:
                 self._ledger.failed(machine.uid, self._clock())
                 reason = str(failure)
@@ -174,21 +193,36 @@ class Exchanges:
                 refusal = refused.answer
             finally:
                 entry.close()
+                self.beside.ended(machine.uid)
             tried.add(machine.uid)
             judged.tried_again()
         if refusal is not None:
             return await reply.answer(refusal)
-        raise self._unavailable(f"No machine can take the request: {reason}.")
+        raise _unavailable(f"No machine can take the request: {reason}.", self.retry_after_seconds())
 
-    def _wanted(self, request: Inference, tried: set[str]) -> tuple[RoutingRequest, Targets | None]:
+    def retry_after_seconds(self) -> int:
+        """Where no machine took a request: until one that failed is tried again, or one that is starting is Ready."""
+        now = self._clock()
+        loads = self._ledger.loads(now)
+        pauses = [loads.get(m.uid, IDLE).avoid_until - now for m in self._fleet.machines if is_live(m)]
+        return self._comeback.turn(now, min(pauses) if pauses else self._fleet.ready_in_seconds(now))
+
+    def _wanted(
+        self, request: Inference, tried: set[str], held: Mapping[str, float]
+    ) -> tuple[RoutingRequest, Targets | None]:
         """What is expected of a request matters only to prices: without them a prompt is as long as it looks."""
         output_tokens = self._experience.answer_tokens(request.most_tokens)
         targets = self._fleet.targets(output_tokens)
         if targets is None:
-            return RoutingRequest(request.prompt_tokens, frozenset(tried), self._config.local_prompt_tokens), None
-        prompt_tokens = self._experience.prompt_tokens(request.prompt_tokens)
+            prompt_tokens, output_tokens = request.prompt_tokens, 0.0
+        else:
+            prompt_tokens = self._experience.prompt_tokens(request.prompt_tokens)
         wanted = RoutingRequest(
-            prompt_tokens, frozenset(tried), self._config.local_prompt_tokens, output_tokens=output_tokens
+            prompt_tokens,
+            frozenset(tried),
+            self._config.local_prompt_tokens,
+            self._prefixes.cached_tokens(held, prompt_tokens),
+            output_tokens,
         )
         return wanted, targets
 
@@ -201,10 +235,18 @@ class Exchanges:
         choice: Choice,
         reply: Reply,
     ) -> Judged:
-        """Whether it goes behind all others, for as long as this router has it."""
-        if targets is None or not self._fleet.relegates:
+        """Whether it goes behind all others, for as long as this router has it. Raises RequestError where it may not
+        go on at all."""
+        relegates, machines = self._fleet.relegates, self._fleet.machines
+        if targets is None or not (relegates or self._fleet.refuses):
             return Judged()
-        judged = self._relegation.judge(request, self._fleet.machines, loads, now, targets, choice)
+        judged = self._relegation.judge(request, machines, loads, now, targets, choice)
+        if self._fleet.refuses:
+            refusal = self._refusals.judge(request, machines, loads, now, targets, judged, relegates)
+            if refusal is not None:
+                raise self._refused(refusal, now, reply)
+            if not relegates:
+                judged.reason = None
         if judged.reason is not None:
             self._metrics.relegated[judged.reason] += 1
             reply.say(names.HEADER_RELEGATED, judged.reason.value)
@@ -219,8 +261,15 @@ class Exchanges:
                 )
         return judged
 
+    def _refused(self, refusal: Refusal, now: float, reply: Reply) -> RequestError:
+        self._metrics.refused[refusal.reason] += 1
+        reply.say(names.HEADER_REFUSED, refusal.reason.value)
+        if refusal.retry_seconds is None:
+            return RequestError(422, str(refusal), counted=True)
+        return _unavailable(str(refusal), self._comeback.turn(now, refusal.retry_seconds, refusal.pace_seconds))
+
     def _threshold(self) -> float:
-        told = self._fleet.relegates and self._fleet.targets(1.0) is not None
+        told = (self._fleet.relegates or self._fleet.refuses) and self._fleet.targets(1.0) is not None
         return self._relegation.threshold(self._clock()) if told else math.inf
 
     async def _attempt(
@@ -233,8 +282,10 @@ class Exchanges:
         choice: Choice,
         entry: Entry,
         judged: Judged,
+        share: float,
     ) -> int:
-        """The code of the outcome. Raises MachineFailed or Refused while nothing has reached the client."""
+        """The code of the outcome. Raises MachineFailed or Refused while nothing has reached the client. `share`: of
+        the prompt, what the machine that answers should find in its cache."""
         if judged.reason is not None:
             headers = {**headers, names.HEADER_RELEGATED: "1"}
         if choice.prompt is not None:
@@ -250,7 +301,9 @@ class Exchanges:
                     meter.whole(_usage_of(answer.body))
                 return await reply.answer(answer)
             reply.name(response)
-            return await self._stream(machine, response, request, reply, meter)
+            code = await self._stream(machine, response, request, reply, meter)
+            self._prefixes.found(share, meter.cached_tokens, meter.prompt_tokens)
+            return code
         finally:
             response.close()  # gives the connection back after its end, and cuts it before
 
@@ -297,11 +350,6 @@ class Exchanges:
         expires_at = time.time() + self._config.prompt_ticket_seconds
         return PromptMachine(prompt.uid, prompt.host, prompt.kv_port, expires_at).encode(self._config.pool_key)
 
-    def _unavailable(self, message: str) -> RequestError:
-        return RequestError(
-            503, message, kind="ServiceUnavailableError", retry_after_seconds=self._config.retry_after_seconds
-        )
-
 
 class _View:
     """An engine's stream as the client asked to see it."""
@@ -344,6 +392,12 @@ class _View:
             if self._done or self.failure:
                 break
         return b"".join(out)
+
+
+def _unavailable(message: str, retry_after_seconds: int) -> RequestError:
+    return RequestError(
+        503, message, kind="ServiceUnavailableError", retry_after_seconds=retry_after_seconds, counted=True
+    )
 
 
 def _usage_of(body: bytes) -> dict[str, Any]:

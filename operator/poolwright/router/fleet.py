@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import cast
 
@@ -22,9 +22,12 @@ _RETRY_SECONDS = 1.0
 
 
 class Fleet:
-    def __init__(self, source: Machines, ledger: Ledger) -> None:
+    def __init__(self, source: Machines, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._source = source
         self._ledger = ledger
+        self._clock = clock
+        self._starting_since: dict[str, float] = {}  # as seen from here
+        self._start_seconds: float | None = None  # of the last that became Ready
         self.machines: tuple[Machine, ...] = ()
         self._note: RouterNote | None = None  # the targets in it are the pool's, so any machine's will do
         self._prices: dict[MachineProfile, MachinePrices | None] = {}  # one object for machines that are alike
@@ -38,6 +41,17 @@ class Fleet:
     def relegates(self) -> bool:
         """Whether who would be late in any case is to be served behind all others."""
         return self._note is not None and self._note.relegates
+
+    @property
+    def refuses(self) -> bool:
+        """Whether who would be late may be turned away."""
+        return self._note is not None and self._note.refuses
+
+    def ready_in_seconds(self, now: float) -> float:
+        """Until a machine that is starting will be Ready, if it takes as long as the last one did; 0: not known."""
+        if self._start_seconds is None or not self._starting_since:
+            return 0.0
+        return max(0.0, min(self._starting_since.values()) + self._start_seconds - now)
 
     async def follow(self) -> None:
         """Until cancelled."""
@@ -68,7 +82,18 @@ class Fleet:
             log.info("Prices of work are %s", "known" if known is not None else "not known any more")
         self._note = known
 
+    def _time_starts(self, machines: tuple[Machine, ...]) -> None:
+        now, starting = self._clock(), {}
+        for machine in machines:
+            since = self._starting_since.get(machine.uid)
+            if machine.ready and since is not None:
+                self._start_seconds = now - since
+            elif not machine.ready and not machine.deleting:
+                starting[machine.uid] = now if since is None else since
+        self._starting_since = starting
+
     def _replace(self, machines: tuple[Machine, ...]) -> None:
+        self._time_starts(machines)
         self.machines = machines
         self._ledger.keep(machine.uid for machine in machines)
         self._price(machines)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from poolwright.router.errors import RequestError
+from poolwright.router.prefixes import NOTHING, Prefix, prefix_of
 
 BYTES_PER_TOKEN = 4  # of prompts whose ids are not known yet
 _SEED_BITS = 53  # exact in every JSON reader
@@ -31,6 +32,7 @@ class Inference:
     most_tokens: int | None = None  # of one answer, as far as the client says
     whole: bool = False
     must_call: bool = False  # a tool: what it says beside its calls is then "" rather than null
+    prefix: Prefix = NOTHING
 
 
 class _StreamOptions(BaseModel):
@@ -89,6 +91,7 @@ def parse(raw: bytes) -> Inference:
         most_tokens=read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens,
         whole=whole,
         must_call=fields.get("tool_choice") not in (None, "none", "auto"),
+        prefix=prefix_of(fields),
     )
 
 

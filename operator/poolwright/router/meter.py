@@ -34,6 +34,7 @@ class Meter:
         self._estimate = estimate
         self._choices = choices
         self.prompt_tokens: int | None = None  # as the engine counts them
+        self.cached_tokens: int | None = None  # of them, as it says
         self._streams: dict[int, _Stream] = {}
 
     @property
@@ -88,6 +89,10 @@ class Meter:
     def total(self, usage: dict[str, Any]) -> None:
         """The last event: usage of all choices together."""
         self._correct(usage)
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        if isinstance(cached, int):
+            self.cached_tokens = cached
 
     def finish(self) -> None:
         """The request ended well."""

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from poolwright.core.admission import LATE_FIRST
+from poolwright.router.refusal import REASONS
 from poolwright_protocol import names
 from poolwright_protocol.buckets import LATENCY_BUCKETS_SECONDS
 
@@ -92,6 +93,7 @@ class RouterMetrics(Collector):
         self.arrivals = 0
         self.requests = dict.fromkeys(_CODES, 0)
         self.relegated = dict.fromkeys(sorted(LATE_FIRST), 0)
+        self.refused = dict.fromkeys(sorted(REASONS), 0)
         self.relegation_threshold: Callable[[], float] = lambda: math.inf
         self.prompt_tokens = PromptTokens()
         self.output_tokens = 0
@@ -119,6 +121,8 @@ class RouterMetrics(Collector):
         yield self._counter(names.ROUTER_REQUESTS, "Inference requests that ended, by outcome.", outcomes)
         relegated = [({"reason": reason.value}, count) for reason, count in self.relegated.items()]
         yield self._counter(names.ROUTER_RELEGATED, "Inference requests served behind all others.", relegated)
+        refused = [({"reason": reason.value}, count) for reason, count in self.refused.items()]
+        yield self._counter(names.ROUTER_REFUSED, "Inference requests refused since they would be late.", refused)
         yield self._gauge(
             names.ROUTER_RELEGATION_THRESHOLD,
             "By what a predicted TTFT is divided before it counts as late; +Inf: none does.",

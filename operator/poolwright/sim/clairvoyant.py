@@ -1,18 +1,19 @@
 """A run that knows the future: as near to what is possible as a search finds, a bound from below beside `bounds`.
 
-It knows every request's output length, moves machines at no cost, relegates what cannot be on time any more, and has
-for each window of the trace the split and the chunk that were best there, by trying all of a grid: on the window alone,
-after a stretch of what came before it. Of that plan, every unchanging one, and what other policies do with the same
-knowledge, the best run counts. Queues are served in order of arrival, which is earliest deadline first where the TTFT
-target is the same for all. Nothing here is a policy for use.
+It knows every request's output length, moves machines at no cost, relegates what cannot be on time any more, serves
+queues by the earliest deadline, and has for each window of the trace the split and the chunk that were best there, by
+trying all of a grid: on the window alone, after a stretch of what came before it. Of that plan, every unchanging one,
+and what other policies do with the same knowledge, the best run counts. Nothing here is a policy for use.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from poolwright.sim import traces
 from poolwright.sim.baselines.pools import held, settled, split_roles
 from poolwright.sim.baselines.routers import Routed, ShortestQueue
+from poolwright.sim.baselines.rules import in_blocks
 from poolwright.sim.measures import attained, attainment
 from poolwright.sim.outcome import RunOutcome
 from poolwright.sim.policy import (
@@ -31,8 +32,24 @@ from poolwright_protocol.roles import Role
 SOURCE = "no publication: it knows the future"
 WINDOW_SECONDS = 60.0
 _MOST_STEP_TOKENS = 2048
-_CHUNKS = (256, 512, _MOST_STEP_TOKENS)  # prompt tokens of a step that has decodes, at most
 _GRID = 10  # splits tried at first where there are many machines, and then those around the best
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is tried. `chunks`: prompt tokens of a step that has decodes, at most. `most_mixed`: mixed machines beside
+    pools, up to so many; all mixed is always tried. `stretch_seconds`: of the trace, its middle that an unchanging
+    split is chosen by; inf: all of it. `lead_seconds`: of what came before a window, that is run with it."""
+
+    chunks: Sequence[int] = (256, 512, _MOST_STEP_TOKENS)
+    most_mixed: int = 1
+    stretch_seconds: float = math.inf
+    lead_seconds: float = math.inf
+
+
+# Every count of mixed machines where there are few of them; and a search that costs a tenth.
+EXHAUSTIVE = Grid(most_mixed=4)
+COARSE = Grid((512, _MOST_STEP_TOKENS), 0, 120.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +90,16 @@ def clairvoyant(
     *,
     others: Sequence[Policy] = (),
     window_seconds: float = WINDOW_SECONDS,
+    grid: Grid = Grid(),
+    block_tokens: int | None = None,
+    worth: Callable[[RunOutcome], float] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Clairvoyant:
-    search = _Search(trace, setting, knowing(conditions or Conditions()), window_seconds, progress)
-    best_split = search.best_split(trace, 0.0, trace.horizon_seconds)
+    """`block_tokens`: of all engines' KV caches, where they are not what rules say. `worth`: of a whole run, what is to
+    be most; the attainment of the setting's SLO if not given."""
+    search = _Search(trace, setting, knowing(conditions or Conditions()), window_seconds, grid, worth, progress)
+    search.block_tokens = block_tokens
+    best_split = search.unchanging()
     search.take("one split", planned([best_split], window_seconds), [best_split])
     if not search.is_perfect:
         plan = search.windows()
@@ -112,7 +135,7 @@ def _rules(setting: Setting, chunk_tokens: int) -> Mapping[Role, EngineRules]:
 
 
 class _Informed(ShortestQueue):
-    """Relegates what would be late anyway."""
+    """Relegates what would be late anyway; the others wait in the order of their deadlines."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -125,8 +148,10 @@ class _Informed(ShortestQueue):
         uid = routed.prompt_uid or routed.token_uid
         machine = next(m for m in view.machines if m.uid == uid)
         target = self._slo.ttft_seconds + self._slo.ttft_seconds_per_token * arrival.prompt_tokens
-        late = now - arrival.arrival_seconds + self.seconds_to_first_token(machine, arrival, view) > target
-        return replace(routed, relegated=late)
+        due = arrival.arrival_seconds + target
+        return replace(
+            routed, relegated=now + self.seconds_to_first_token(machine, arrival, view) > due, due_seconds=due
+        )
 
 
 class _Planned:
@@ -161,12 +186,17 @@ class _Search:
         setting: Setting,
         conditions: Conditions,
         window_seconds: float,
+        grid: Grid,
+        worth: Callable[[RunOutcome], float] | None,
         progress: Callable[[str], None] | None,
     ) -> None:
         self._trace = trace
         self._setting = setting
         self._conditions = conditions
         self._window = window_seconds
+        self._grid = grid
+        self.block_tokens: int | None = None
+        self._worth = worth or (lambda outcome: attainment(outcome.requests, setting.slo))
         self._progress = progress or (lambda _: None)
         self._runs = 0
         self._by_name: dict[str, float] = {}
@@ -174,7 +204,7 @@ class _Search:
 
     def take(self, name: str, policy: Policy, plan: Plan | None) -> None:
         outcome = self._run(policy, self._trace)
-        share = attainment(outcome.requests, self._setting.slo)
+        share = self._worth(outcome)
         self._by_name[name] = share
         self._progress(f"{name}: {share:.4f}")
         if self._best is None or share > self._best[0]:
@@ -189,12 +219,20 @@ class _Search:
         share, outcome, plan = self._best
         return Clairvoyant(outcome, share, plan, self._by_name, self._runs)
 
+    def unchanging(self) -> Split:
+        end = self._trace.horizon_seconds
+        before = max(0.0, (end - self._grid.stretch_seconds) / 2)
+        if not before:
+            return self.best_split(self._trace, 0.0, end)
+        part = traces.between(self._trace, before, end - before)
+        return self.best_split(part if len(part) else self._trace, 0.0, end)
+
     def windows(self) -> Plan:
         count = max(1, round(self._trace.horizon_seconds / self._window))
         plan = []
         for index in range(count):
             start = index * self._window
-            lead = min(start, self._window)
+            lead = min(start, self._window, self._grid.lead_seconds)
             part = traces.between(self._trace, start - lead, start + self._window)
             plan.append(self.best_split(part, lead, lead + self._window))
             self._progress(f"window {index + 1} of {count}: {plan[-1]}")
@@ -225,15 +263,16 @@ class _Search:
 
     def _splits(self, step: int) -> Iterator[Split]:
         machines = len(self._setting.machines)
-        for chunk in _CHUNKS:
+        chunks = self._grid.chunks
+        for chunk in chunks:
             yield Split(0, machines, chunk)
             if machines == 1:
                 continue
             for prompt in range(0, machines, step):
-                for mixed in (0, 1):
+                for mixed in range(min(self._grid.most_mixed, machines - 1) + 1):
                     split = Split(prompt, mixed, chunk)
                     # Without a mixed machine, chunks are cut nowhere.
-                    if self._is_split(split) and (mixed or chunk == _CHUNKS[-1]):
+                    if self._is_split(split) and (mixed or chunk == chunks[-1]):
                         yield split
 
     def _is_split(self, split: Split) -> bool:
@@ -243,4 +282,6 @@ class _Search:
 
     def _run(self, policy: Policy, trace: Trace) -> RunOutcome:
         self._runs += 1
+        if self.block_tokens is not None:
+            policy = in_blocks(policy, self.block_tokens)
         return simulate(policy, trace, self._setting, self._conditions)

@@ -8,6 +8,7 @@ a slow-down is Splitwise's (ISCA 2024, table VI). They answer different question
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,14 @@ class Measures:
     lost_machine_seconds: float
     preemptions: int
     steps: int
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> "Measures":
+        """Of what `asdict` made."""
+        values: dict[str, Any] = dict(kept)
+        for name in ("ttft", "tbt", "tpot", "second_token", "e2e"):
+            values[name] = Percentiles(**kept[name])
+        return cls(**values)
 
 
 def measure(outcome: RunOutcome, slo: Slo) -> Measures:

@@ -4,8 +4,8 @@ The router is `core.routing` over `core.ledger`, as `poolwright.router` runs it;
 snapshot, as the controller's reconcile runs it. No rule of either is written here.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from poolwright.core.admission import Tally, Verdict, admit
 from poolwright.core.affinity import PrefixIndex
@@ -31,6 +31,7 @@ from poolwright.sim.policy import (
     Policy,
     Refusal,
     RoleChange,
+    Router,
     Setting,
 )
 from poolwright.sim.prefix import shared_keys
@@ -39,7 +40,7 @@ from poolwright.sim.step_fit import prices
 from poolwright_engine.scheduling.scheduler_config import TbtDeadlines
 from poolwright_protocol.roles import Role
 
-SOURCE = "Poolwright's own core, with live readings and prefixes, which no deployed pool tells it yet"
+SOURCE = "Poolwright's own core; which of its parts a deployed pool has, AS_SHIPPED says"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,19 @@ class Options:
     relegated_seconds: float = 120.0
     quick_first_tokens: bool = False
     planned_start: bool = True
+
+
+# What a pool runs as it is installed: moves and routes go by what is measured, and by prefixes that a machine had; the
+# budget of engines is fixed, prompts fill it in turn, and the first split is the one that nobody chose.
+AS_SHIPPED = Options(priced=False, live=False, relegate=False, slack_budget=False, planned_start=False)
+# The same with `rebalance.basis: Work`: prices decide, routers relegate and say what they have outstanding.
+AS_SHIPPED_BY_WORK = replace(AS_SHIPPED, priced=True, live=True, relegate=True)
+
+
+def our_router(options: Options) -> Callable[[Setting], Router]:
+    """The router alone, for policies that size pools and say nothing of routing. It is told as much as in `ours`, but
+    of no bound on prompts, which is the scaler's to choose."""
+    return lambda setting: _Control(setting, options)
 
 
 def ours(options: Options | None = None, name: str = "ours") -> Policy:

@@ -21,7 +21,7 @@ from poolwright.sim.accounts import Answer, Case, Served, Verdict, verdict
 from poolwright.sim.baselines.profile import MachineProfile
 from poolwright.sim.baselines.rules import REFERENCE_DECODES, tuned_budget
 from poolwright.sim.kv_ledger import KVLedger, network_link
-from poolwright.sim.measures import Measures, Percentiles, measure
+from poolwright.sim.measures import Measures, measure
 from poolwright.sim.network import Network
 from poolwright.sim.ours import Options, ours
 from poolwright.sim.outcome import RunOutcome
@@ -327,8 +327,8 @@ def _recalled(
         found = _evaluate(question, form, progress)
         memory.keep(key, {name: value for name, value in asdict(found).items() if name != "form"})
         return found
-    times = {name: Percentiles(**kept["measures"][name]) for name in ("ttft", "tbt", "tpot", "second_token", "e2e")}
-    return Evaluated(form, Measures(**(kept["measures"] | times)), IdleMemory(**kept["idle"]), kept["budget_tokens"])
+    measures = Measures.from_json(kept["measures"])
+    return Evaluated(form, measures, IdleMemory(**kept["idle"]), kept["budget_tokens"])
 
 
 # Steps that tell one table from another of the same name.
@@ -337,6 +337,11 @@ _ASKED = ((512, 0, 0.0), (4096, 0, 0.0), (0, 1, 1000.0), (0, 64, 64_000.0), (512
 
 def memory_key(question: Question, form: Form) -> str:
     """Equal where a run would be: the same release, load, targets, network, counts and kinds of machines."""
+    return run_key(question, (form.prompt_kind, form.token_kind), (form.prompt, form.token, form.mixed))
+
+
+def run_key(question: Question, kinds: Sequence[MachineModel], more: Sequence[object]) -> str:
+    """`more`: whatever else of a run is to be the same."""
 
     def kind(model: MachineModel) -> tuple[object, ...]:
         seconds = [
@@ -348,8 +353,7 @@ def memory_key(question: Question, form: Form) -> str:
     trace = question.trace
     requests = [(r.arrival_seconds, r.prompt_tokens, r.output_tokens, r.prefix) for r in trace]
     load = (requests, trace.horizon_seconds, question.used_slo, question.gbps)
-    counts = (form.prompt, form.token, form.mixed)
-    told = (version("poolwright"), load, kind(form.prompt_kind), kind(form.token_kind), counts)
+    told = (version("poolwright"), load, *(kind(model) for model in kinds), tuple(more))
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 

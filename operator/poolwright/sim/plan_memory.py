@@ -4,7 +4,7 @@ Keys and documents are the planner's. A line that is not whole, as an interrupti
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class PlanMemory:
 
     def recall(self, key: str) -> Mapping[str, Any] | None:
         return self._known.get(key)
+
+    def all(self) -> Iterator[Mapping[str, Any]]:
+        """Whatever was kept, in the order of keeping."""
+        yield from self._known.values()
 
     def keep(self, key: str, found: Mapping[str, Any]) -> None:
         self._known[key] = found

@@ -79,12 +79,14 @@ class ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prompt_uid` None: the decoding machine computes the prompt. `relegated`: served after all others."""
+    """`prompt_uid` None: the decoding machine computes the prompt. `relegated`: served after all others. `due_seconds`:
+    its place in a machine's queue, instead of when it came there: the earliest due first."""
 
     token_uid: str
     prompt_uid: str | None = None
     relegated: bool = False
     reason: str = ""
+    due_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

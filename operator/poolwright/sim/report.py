@@ -8,7 +8,7 @@ import base64
 import html
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from poolwright.sim import kv_ledger
 from poolwright.sim.kv_ledger import GB, PLACEMENTS, network_link
 from poolwright.sim.measures import Measures, Percentiles, gap_arrays
-from poolwright.sim.outcome import RunOutcome
+from poolwright.sim.outcome import RoleInterval, RunOutcome
 from poolwright.sim.plan import Evaluated, Plan
 from poolwright_protocol.roles import Role
 
@@ -165,10 +165,48 @@ def _evaluated(found: Evaluated, target: float) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """One policy's run as far as it is shown, so that it can be kept as JSON. `begun`: of each request with a token,
+    its arrival, its TTFT and its longest gap."""
+
     policy: str
     source: str
-    outcome: RunOutcome
+    trace: str
+    seed: int
     measures: Measures
+    transferred_bytes: int
+    horizon_seconds: float
+    intervals: Sequence[RoleInterval]
+    notes: Sequence[str]
+    begun: Sequence[tuple[float, float, float | None]]
+
+    @classmethod
+    def of(cls, policy: str, source: str, outcome: RunOutcome, measures: Measures) -> "Run":
+        begun: list[tuple[float, float, float | None]] = []
+        for request in outcome.requests:
+            if request.ttft_seconds is not None:
+                gaps = gap_arrays(request.gaps)[0]
+                longest = float(gaps.max()) if len(gaps) else None
+                begun.append((request.arrival_seconds, request.ttft_seconds, longest))
+        return cls(
+            policy,
+            source,
+            outcome.trace,
+            outcome.seed,
+            measures,
+            outcome.transferred_bytes,
+            outcome.horizon_seconds,
+            outcome.intervals,
+            outcome.notes,
+            begun,
+        )
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> "Run":
+        """Of what `asdict` made."""
+        intervals = [RoleInterval(**(interval | {"role": Role(interval["role"])})) for interval in kept["intervals"]]
+        begun = [(arrival, ttft, longest) for arrival, ttft, longest in kept["begun"]]
+        measures = Measures.from_json(kept["measures"])
+        return cls(**(dict(kept) | {"intervals": intervals, "begun": begun, "measures": measures}))
 
 
 def run_lines(runs: Sequence[Run]) -> list[str]:
@@ -190,12 +228,12 @@ def run_document(runs: Sequence[Run], complete: bool) -> dict[str, Any]:
                 {
                     "policy": run.policy,
                     "source": run.source,
-                    "trace": run.outcome.trace,
-                    "seed": run.outcome.seed,
+                    "trace": run.trace,
+                    "seed": run.seed,
                     "measures": asdict(run.measures),
-                    "transferred_bytes": run.outcome.transferred_bytes,
-                    "pools": [asdict(interval) for interval in run.outcome.intervals],
-                    "notes": list(run.outcome.notes),
+                    "transferred_bytes": run.transferred_bytes,
+                    "pools": [asdict(interval) for interval in run.intervals],
+                    "notes": list(run.notes),
                 }
                 for run in runs
             ],
@@ -204,19 +242,19 @@ def run_document(runs: Sequence[Run], complete: bool) -> dict[str, Any]:
     return result
 
 
-def pool_sizes(outcome: RunOutcome, at: Sequence[float]) -> dict[Role, list[int]]:
+def pool_sizes(run: Run | RunOutcome, at: Sequence[float]) -> dict[Role, list[int]]:
     """Machines of each role at each of those times."""
     return {
-        role: [sum(i.role is role and i.began_seconds <= t < i.ended_seconds for i in outcome.intervals) for t in at]
+        role: [sum(i.role is role and i.began_seconds <= t < i.ended_seconds for i in run.intervals) for t in at]
         for role in Role
     }
 
 
-def move_times(outcome: RunOutcome) -> list[float]:
+def move_times(run: Run | RunOutcome) -> list[float]:
     """When machines took up another role."""
     seen: set[str] = set()
     times = []
-    for interval in sorted(outcome.intervals, key=lambda i: i.began_seconds):
+    for interval in sorted(run.intervals, key=lambda i: i.began_seconds):
         if interval.uid in seen:
             times.append(interval.began_seconds)
         seen.add(interval.uid)
@@ -233,7 +271,7 @@ def page(title: str, runs: Sequence[Run]) -> str:
         f"<h2>{html.escape(run.policy)}</h2><p>{html.escape(run.source)}</p>"
         f'<img alt="pools, TTFT, TBT and moves of {html.escape(run.policy)}" '
         f'src="data:image/png;base64,{base64.b64encode(picture(run)).decode()}">'
-        + "".join(f"<p>{html.escape(note)}</p>" for note in run.outcome.notes)
+        + "".join(f"<p>{html.escape(note)}</p>" for note in run.notes)
         for run in runs
     )
     return (
@@ -250,28 +288,25 @@ def picture(run: Run) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    outcome = run.outcome
-    end = max([outcome.horizon_seconds, *(i.ended_seconds for i in outcome.intervals)])
+    end = max([run.horizon_seconds, *(i.ended_seconds for i in run.intervals)])
     at = [float(t) for t in np.linspace(0.0, end, _POINTS, endpoint=False)]
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
     pools, ttft, tbt = figure.subplots(3, 1, sharex=True)
-    sizes = {role: counts for role, counts in pool_sizes(outcome, at).items() if any(counts)}
+    sizes = {role: counts for role, counts in pool_sizes(run, at).items() if any(counts)}
     pools.stackplot(
         at, *sizes.values(), labels=[r.value for r in sizes], colors=[_COLOURS[r] for r in sizes], step="post"
     )
     pools.set_ylabel("machines")
     pools.legend(loc="upper right")
-    begun = [r for r in outcome.requests if r.ttft_seconds is not None]
-    ttft.plot([r.arrival_seconds for r in begun], [r.ttft_seconds for r in begun], ".", markersize=3)
+    ttft.plot([arrival for arrival, _, _ in run.begun], [seconds for _, seconds, _ in run.begun], ".", markersize=3)
     ttft.set_ylabel("TTFT, s")
-    gaps = [(r.arrival_seconds, gap_arrays(r.gaps)[0]) for r in begun]
-    longest = [(arrival, float(seconds.max())) for arrival, seconds in gaps if len(seconds)]
+    longest = [(arrival, gap) for arrival, _, gap in run.begun if gap is not None]
     tbt.plot([arrival for arrival, _ in longest], [gap for _, gap in longest], ".", markersize=3)
     tbt.set_ylabel("longest gap, s")
     tbt.set_xlabel("seconds of the trace, by arrival")
     for axes in (pools, ttft, tbt):
-        for time in move_times(outcome):
+        for time in move_times(run):
             axes.axvline(time, color="black", linewidth=0.5, alpha=0.4)
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=80, metadata={"Software": None})

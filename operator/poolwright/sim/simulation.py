@@ -323,9 +323,10 @@ class _Simulation:
         machine.changed()
 
     def _enter(self, now: float, what: tuple[_Flight, Job, SimMachine]) -> None:
-        _, job, machine = what
+        flight, job, machine = what
         if job in machine.jobs and machine.ready:
-            job.arrival = now
+            due = flight.placement.due_seconds if flight.placement is not None else None
+            job.arrival = now if due is None else due
             machine.engine.enter(job)
             machine.touch(now)
 

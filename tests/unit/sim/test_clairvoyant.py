@@ -6,7 +6,7 @@ import pytest
 
 from poolwright.sim import bounds, profiles, traces
 from poolwright.sim.baselines.static_split import every_split
-from poolwright.sim.clairvoyant import Clairvoyant, Split, clairvoyant, knowing, planned
+from poolwright.sim.clairvoyant import COARSE, EXHAUSTIVE, Clairvoyant, Split, clairvoyant, knowing, planned
 from poolwright.sim.measures import attainment
 from poolwright.sim.policy import Setting, Slo
 from poolwright.sim.profiles import TableStepTime
@@ -78,3 +78,28 @@ def test_the_same_search_finds_the_same() -> None:
     trace = traces.between(swinging(), 0, 2)
     once, again = (clairvoyant(trace, setting(), window_seconds=WINDOW) for _ in range(2))
     assert (once.attainment, once.plan, once.runs) == (again.attainment, again.plan, again.runs)
+
+
+def test_the_earliest_deadline_is_served_first() -> None:
+    """A long prompt, whose target is later, came before a short one: while both wait, the short one goes first."""
+    model = profiles.machine("h200-llama-8b-tp1")
+    requests = [Request(0, 0.0, 60_000, 2), Request(1, 0.01, 60_000, 2), Request(2, 0.02, 500, 2)]
+    trace = traces.made("waiting", requests, 1.0)
+    slo = Slo(ttft_seconds=30.0, tbt_seconds=1.0, ttft_seconds_per_token=0.001)
+    told = Setting(slo, [model], 50e9, 20_000.0, 2.0, 1.0)
+    outcome = simulate(planned([Split(0, 1, 2048)], 1.0), trace, told, knowing(Conditions()))
+    firsts = [request.first_token_seconds or 0.0 for request in outcome.requests]
+    assert firsts[2] < firsts[1]
+
+
+def test_a_coarse_grid_tries_less() -> None:
+    coarse = clairvoyant(swinging(), setting(), window_seconds=WINDOW, grid=COARSE)
+    whole = clairvoyant(swinging(), setting(), window_seconds=WINDOW, grid=EXHAUSTIVE)
+    assert coarse.runs < whole.runs
+    assert coarse.attainment <= whole.attainment + 0.05
+
+
+def test_what_is_to_be_most_can_be_said() -> None:
+    trace = traces.between(swinging(), 0, 2)
+    found = clairvoyant(trace, setting(), window_seconds=WINDOW, worth=lambda outcome: -len(outcome.intervals))
+    assert found.attainment == -len(found.outcome.intervals)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from poolwright.api.models import Basis, Rebalance
 from poolwright.sim.outcome import RequestOutcome, RunOutcome
 from poolwright.sim.policy import Slo
 from poolwright.sim.simulation import simulate
@@ -21,10 +22,10 @@ from poolwright_protocol.roles import Role
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from bench.policy import __main__ as command
-from bench.policy import contenders, crew, full, page, runs, schedule, source, studies, table, verdict
+from bench.policy import contenders, crew, estimate, full, page, parts, runs, schedule, source, studies, table, verdict
 from bench.policy.cells import AS_IT_IS, Capacity, Cell, Twist, World, capacity, cells, slo, tuning, world
 from bench.policy.known import Known
-from bench.policy.runs import Cause, Kind, Result, Run
+from bench.policy.runs import Cause, Kind, Result, Run, Search
 from bench.policy.schedule import DEFAULT, QUICK, capacity_of, comparison, missing
 from bench.policy.verdict import Standing, judge, paired, standing
 
@@ -162,7 +163,13 @@ def test_options_are_taken_as_they_are_written() -> None:
         ("static:a/b", "PROMPT/TOKEN/MIXED"),
         ("static:4/0", "answers"),
         ("static:0/4", "prompts"),
-        ("keda:up=3", "only"),
+        ("mooncake:up=3", "only"),
+        ("keda:up=3", "up"),
+        ("keda:router=theirs", "router is ours or queue"),
+        ("distserve:parallelism=none", "phase or same"),
+        ("ours:without=luck", "no part"),
+        ("ours-as-shipped:moves=off", "as it is"),
+        ("held:1/1", "4 machines"),
         ("sarathi:speed=3", "speed"),
         ("vllm+late", "late"),
     ],
@@ -170,6 +177,30 @@ def test_options_are_taken_as_they_are_written() -> None:
 def test_a_name_that_is_none_is_refused(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         contenders.policy_of(name, short_world())
+
+
+def imports_of(module: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += source._read(name)[1]
+    return seen
+
+
+def test_as_shipped_has_what_a_pool_has() -> None:
+    """When a deployed pool learns one of these, the row has to learn it too."""
+    shipped = contenders.SHIPPED["ours-as-shipped-by-work"]
+    assert shipped.affinity is ("poolwright.core.affinity" in imports_of("poolwright.router.exchange"))
+    assert shipped.live is ("poolwright.core.live_work" in imports_of("poolwright.controller.app"))
+    options = (ROOT / "operator/poolwright/controller/render.py").read_text()
+    assert shipped.slack_budget is ("--tbt-target-ms" in options)
+    assert shipped.quick_first_tokens is False
+    assert contenders.SHIPPED["ours-as-shipped"] == replace(shipped, priced=False, relegate=False, live=False)
+    basis = next(f for f in Rebalance.model_fields.items() if f[0] == "basis")[1].default
+    assert basis is Basis.LATENCY
 
 
 # -------------------------------------------------------------------------------------------------------------- one run
@@ -256,8 +287,9 @@ def test_a_key_follows_the_inputs_and_the_code(tmp_path: Path, monkeypatch: pyte
 
 
 def test_published_policies_do_not_depend_on_ours() -> None:
-    asked = [replace(RUN, policy=name) for name in ("narwhal", "ours")]
-    assert len({runs.key(run) for run in asked}) == 2
+    names = ("narwhal", "ours", "keda", "keda:router=queue", "ours-as-shipped", "held:2/2/0", "static:2/2/0")
+    assert [contenders.uses_ours(name) for name in names] == [False, True, True, False, True, True, False]
+    assert len({runs.key(replace(RUN, policy=name)) for name in names}) == len(names)
     assert runs.sources(True) != runs.sources(False)
     reached = {"poolwright.sim.ours"}
     waiting, seen = list(runs._SHARED), set()
@@ -317,9 +349,9 @@ def played(cell: Cell, known: Known, value: Callable[[Run], float], effort: sche
 
 
 def worth(run: Run) -> float:
-    base = contenders.parts(run.policy)[0] if run.policy else "clairvoyant"
+    base = contenders.parts(run.policy)[0] if run.kind is Kind.POLICY else "clairvoyant"
     wobble = 0.001 * run.seed
-    if base == "static":
+    if run.kind is Kind.POLICY and contenders.is_split(run.policy):
         prompt = contenders.split_of(run.policy, run.cell)[0]
         return 0.9 - 0.05 * abs(prompt - 3) + wobble
     return {"ours": 0.9, "narwhal": 0.92, "arrow": 0.89, "clairvoyant": 0.95}.get(base, 0.5) + wobble
@@ -340,8 +372,38 @@ def test_a_comparison_ends_and_runs_nothing_twice(tmp_path: Path, name: str) -> 
 def test_what_is_far_behind_is_drawn_once_and_rivals_five_times(tmp_path: Path) -> None:
     done = played(cells()[CELL], Known(tmp_path), worth)
     plain = [run for run in done if run.copies is Copies.JITTERED and not run.twist.knows]
+    plain = [run for run in plain if run.cell.seconds == 600 or run.policy == "vllm"]
     draws = {name: sum(run.policy == name for run in plain) for name in ("vllm", "narwhal", "arrow")}
     assert draws == {"vllm": 1, "narwhal": 5, "arrow": 5}
+    # The one draw of what is far behind is its first part.
+    assert [run.cell.seconds for run in plain if run.policy == "vllm"] == [150.0]
+
+
+def test_who_is_far_behind_in_part_is_not_run_to_its_end_and_shown_so(tmp_path: Path) -> None:
+    cell, known = cells()["burst-8b-n4"], Known(tmp_path)
+    done = played(cell, known, worth)
+    assert {run.cell.seconds for run in done if run.policy == "vllm"} == {200.0}
+    (part,) = {run.cell for run in done if run.policy == "vllm"}
+    assert part.burst is not None
+    assert part.burst.at_seconds == pytest.approx(200 / 3)
+    found = judge(cell, known, DEFAULT)
+    assert found is not None
+    row = next(row for row in found.rows if row.policy == "vllm")
+    assert (row.standing, row.value, row.in_part) == (Standing.IN_PART, None, pytest.approx(0.501))
+    assert "0.501 in part" in "\n".join(table.cell_lines(found))
+    assert "not drawn yet" not in found.verdict
+    ours_in_part = next(run for run in done if run.policy == "ours" and run.cell == part)
+    known.keep(ours_in_part, Result(0.55))
+    # Without that distance it has to be run.
+    later = judge(cell, known, DEFAULT)
+    assert later is not None
+    assert next(row for row in later.rows if row.policy == "vllm").standing is Standing.OPEN
+
+
+def test_the_full_comparison_runs_everybody_to_the_end(tmp_path: Path) -> None:
+    done = played(cells()["code-70b-n2"], Known(tmp_path), worth, schedule.FULL)
+    assert {run.cell.seconds for run in done} == {600.0}
+    assert sum(run.policy == "vllm" and run.copies is Copies.JITTERED and not run.twist.knows for run in done) == 5
 
 
 @pytest.mark.parametrize("name", ["swing-70b-n8-loose", "code-70b-n40"])
@@ -350,7 +412,7 @@ def test_a_coarse_sweep_finds_the_best_split(tmp_path: Path, name: str) -> None:
     wanted = 0.7 * cell.machines
 
     def peaked(run: Run) -> float:
-        if not run.policy.startswith("static"):
+        if run.kind is not Kind.POLICY or not contenders.is_split(run.policy):
             return 0.9
         prompt, token, _ = contenders.split_of(run.policy, cell)
         return 0.8 - 0.02 * abs(prompt - wanted) if prompt + token >= cell.machines - 1 else 0.1
@@ -473,14 +535,82 @@ def test_ours_above_all_is_at_least_as_good(tmp_path: Path) -> None:
     assert found is not None
     assert found.verdict == "at least as good as all"
     assert all(claim.holds for claim in found.claims)
+    assert found.is_good
 
 
-def test_a_run_above_its_bound_is_said_to_be_wrong(tmp_path: Path) -> None:
+def test_above_is_more_than_as_good_as_and_what_is_missed_says_why(tmp_path: Path) -> None:
+    cell, known = cells()["lost-70b-n4"], Known(tmp_path)
+    played(cell, known, lambda run: 0.9)
+    found = judge(cell, known, DEFAULT)
+    assert found is not None
+    claim = found.claims[0]
+    assert (claim.name, claim.ratio, claim.above, claim.holds) == ("best split in hindsight", 1.0, True, False)
+    assert Cause.LATE_GAPS.value in claim.why
+    assert "to be above 1: missed; mostly late gaps" in table.claim_text(claim)
+
+
+def test_a_run_above_its_bound_is_said_to_be_wrong_in_every_draw(tmp_path: Path) -> None:
     known = Known(tmp_path)
-    played(cells()[CELL], known, lambda run: 1.1)
+    played(cells()[CELL], known, lambda run: 1.1 if run.policy == "narwhal" and run.seed == 3 else 0.9)
     found = judge(cells()[CELL], known, DEFAULT)
     assert found is not None
-    assert any("above the bound" in fault for fault in found.faults)
+    assert [fault.partition(" attained")[0] for fault in found.faults] == ["narwhal"]
+    assert "in draw 3" in found.faults[0]
+
+
+def test_the_shuffled_row_is_held_against_its_own_bound(tmp_path: Path) -> None:
+    known = Known(tmp_path)
+    played(cells()[CELL], known, lambda run: 1.1 if run.copies is Copies.SHUFFLED else 0.9, schedule.FULL)
+    found = judge(cells()[CELL], known, schedule.FULL)
+    assert found is not None
+    assert found.faults
+    assert all("shuffled" in fault for fault in found.faults)
+
+
+def test_what_a_policy_does_on_other_machines_is_not_held_against_the_bound(tmp_path: Path) -> None:
+    cell, known = cells()[CELL], Known(tmp_path)
+    played(cell, known, lambda run: 0.9)
+    asked = schedule.questions(cell, known)
+    assert asked is not None
+    run = asked.policy("distserve", 1)
+    assert "distserve" in asked.bounded(1)
+    known.keep(run, Result(1.0, own_machines=True))
+    assert "distserve" not in asked.bounded(1)
+
+
+def test_a_rival_without_a_result_is_no_rival_that_ours_is_as_good_as(tmp_path: Path) -> None:
+    cell, known = cells()[CELL], Known(tmp_path)
+    played(cell, known, lambda run: 0.99 if run.policy.startswith("ours") else 0.9)
+    asked = schedule.questions(cell, known)
+    assert asked is not None
+    known.keep(asked.policy("narwhal", 1), Result(None, "ZeroDivisionError: by it", crashed=True))
+    found = judge(cell, known, DEFAULT)
+    assert found is not None
+    assert not found.is_good
+    assert "without a result: narwhal" in found.verdict
+    assert found.crashes == ["narwhal: ZeroDivisionError: by it"]
+    assert table.summary_lines([found])[0].startswith("0 of 1 cells")
+    assert {row.policy: row.standing for row in found.rows}["narwhal"] is Standing.FAILED
+
+
+def test_a_fault_of_the_program_is_told_from_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> RunOutcome:
+        raise ZeroDivisionError("by it")
+
+    monkeypatch.setattr(runs, "simulate", broken)
+    found = runs.perform(Run(Kind.POLICY, short(), "vllm", seed=1, able=capacity(short())))
+    assert (found.value, found.crashed, found.note) == (None, True, "ZeroDivisionError: by it")
+
+
+def test_as_shipped_is_beside_ours_and_counts_in_no_verdict(tmp_path: Path) -> None:
+    cell, known = cells()[CELL], Known(tmp_path)
+    played(cell, known, lambda run: 0.99 if run.policy.startswith("ours-as-shipped") else 0.9)
+    found = judge(cell, known, DEFAULT)
+    assert found is not None
+    assert [row.policy for row in found.rows[:3]] == ["ours", *contenders.SHIPPED]
+    assert all(row.standing is Standing.SHORT for row in found.rows[1:3])
+    assert found.is_good
+    assert "as-shipped" not in found.verdict
 
 
 def test_nothing_known_is_no_verdict(tmp_path: Path) -> None:
@@ -534,7 +664,7 @@ def test_tuning_takes_the_best_on_the_held_out_slice(tmp_path: Path) -> None:
 
 def test_the_full_comparison_tunes_first_and_ends_with_goodput(tmp_path: Path) -> None:
     cell, known = cells()["code-70b-n2"], Known(tmp_path)
-    effort = schedule.Effort(("sarathi", "narwhal"), 2, references=False)
+    effort = schedule.Effort(("sarathi", "narwhal"), 2, searched_machines=0)
     found, done = made_up(lambda run: 1.0 - run.cell.share / 4), 0
     while (left := missing(full.stages(cell, known, effort), known)) is not None:
         for run in dict.fromkeys(left[1]):
@@ -549,9 +679,72 @@ def test_the_full_comparison_tunes_first_and_ends_with_goodput(tmp_path: Path) -
     assert rates["ours"][0] == pytest.approx(0.4 * 10 / 2, rel=0.03)
 
 
+def test_every_published_policy_has_something_to_tune() -> None:
+    assert set(tuning()[1]) == set(contenders.PUBLISHED)
+    for cell in (cells()["code-70b-n2"], cells()["code-70b-n40"]):
+        for name, forms in full.candidates(cell).items():
+            assert len(set(forms)) > 1 or name in ("splitwise", "splitwise-sim", "distserve", "mooncake")
+    where = short_world()
+    for forms in full.candidates(where.cell).values():
+        for form in forms:
+            assert contenders.policy_of(form, where)[0].parameters
+
+
+def test_distserve_has_its_own_parallelism_for_each_phase_and_no_gpu_more() -> None:
+    where = short_world("conversation-70b-n4")
+    own = contenders.own_world("distserve", where)
+    gpus = [sum(model.gpus for model in world.setting.machines) for world in (own, where)]
+    assert gpus[0] <= gpus[1]
+    assert len({model.name for model in contenders.parallelisms(where.cell.machine).values()}) == 2
+    assert own.conditions.models == own.setting.machines
+    assert contenders.own_world("distserve:parallelism=same", where) is where
+    assert contenders.own_world("narwhal", where) is where
+    policy, told = contenders.policy_of("distserve", own)
+    roles = list(policy.first_roles(told))
+    assert len(roles) == len(own.setting.machines)
+    assert 0 < roles.count(Role.PROMPT) < len(roles)
+
+
+def test_parts_without_an_option_are_there_and_come_back() -> None:
+    before = {part: [getattr(m, name) for m, name, _ in parts.changes_of(part)] for part in parts.PARTS}
+    for part in parts.PARTS:
+        with parts.without(part):
+            for module, name, value in parts.changes_of(part):
+                assert getattr(module, name) is value
+        assert [getattr(m, name) for m, name, _ in parts.changes_of(part)] == before[part]
+    with pytest.raises(ValueError, match="there is no part"), parts.without("luck"):
+        pass
+
+
+def test_what_is_left_of_the_full_comparison_is_more(tmp_path: Path) -> None:
+    cell, known = cells()[CELL], Known(tmp_path)
+    default = estimate.left([cell], known, lambda cell, of: comparison(cell, of, DEFAULT))
+    whole = estimate.left([cell], known, lambda cell, of: full.stages(cell, of, schedule.FULL))
+    assert default.many < whole.few
+    assert known.path.read_text() == ""  # nothing was run, and nothing is kept of what was made up
+
+
+def test_what_is_left_is_priced_by_what_runs_took(tmp_path: Path) -> None:
+    cell, known = cells()[CELL], Known(tmp_path)
+    before = estimate.left([cell], known, lambda cell, of: comparison(cell, of, DEFAULT))
+    assert 0 < before.few < before.many
+    assert "goes on when called again" in before.text(1, 60.0)
+    assert "again" not in before.text(100, 1e9)
+    played(cell, known, worth)
+    after = estimate.left([cell], known, lambda cell, of: comparison(cell, of, DEFAULT))
+    assert (after.few, after.many) == (0, 0)
+    run = replace(RUN, cell=cell)
+    known.keep(run, Result(0.5, requests=100, cpu_seconds=20.0))
+    able = run.able
+    assert able is not None
+    requests = able.requests_per_second[0] * cell.share * cell.seconds
+    assert estimate.seconds(replace(run, seed=run.seed), Known(tmp_path)) == pytest.approx(0.2 * requests)
+
+
 def test_every_part_that_can_be_off_is_in_the_ablation() -> None:
     names = [variant.policy for variant in studies.ablation()]
     assert names[0] == "ours"
+    assert {"ours:dwell_seconds=0", "ours:without=donor-test", "ours:without=confirmation"} <= set(names)
     assert {"ours:moves=off", "ours:priced=off", "ours:affinity=off", "ours:admission=on"} <= set(names)
     for name in names:
         contenders.policy_of(name, short_world())
@@ -594,6 +787,10 @@ def test_the_quick_comparison_runs_and_is_not_run_twice(tmp_path: Path) -> None:
         assert {"ours", *QUICK.policies} <= rows.keys()
         assert all(0 <= row["value"] <= 1 for row in rows.values())
         assert rows["ours"]["draws"] == QUICK.seeds
+        assert {*contenders.SHIPPED} <= rows.keys()
+        assert rows["ours"]["value"] <= cell["bound"] + 1e-9
+        assert cell["faults"] == cell["crashes"] == []
+    assert all(cell["clairvoyant"] for cell in found["cells"].values() if cell["cell"]["machines"] == 2)
     again = bench(*words)
     assert again.returncode == 0
     assert "0 runs in" in again.stdout
@@ -626,14 +823,14 @@ def test_references_are_found_and_no_run_passes_them(tmp_path: Path) -> None:
     cell, known = replace(short("conversation-70b-n2", 20.0), share=0.9), Known(tmp_path)
     asked = schedule.Questions(cell, capacity(cell), known)
     done = [asked.policy(name, 1) for name in ("ours", "static:1/1/0")]
-    for run in (*done, asked.policy("ours", 1, twist=Twist(knows=True)), asked.clairvoyant(1)):
+    for run in (*done, asked.policy("ours", 1, twist=Twist(knows=True)), asked.clairvoyant(1, Search.COARSE)):
         known.keep(run, runs.perform(run))
     bound = asked.bound(1)
     known.keep(bound, runs.perform(bound))
     most = known.value(bound)
     assert most is not None
     assert 0 < most <= 1
-    found = [known.value(run) for run in (*done, asked.clairvoyant(1))]
+    found = [known.value(run) for run in (*done, asked.clairvoyant(1, Search.COARSE))]
     assert all(value is not None and 0 < value <= most + 1e-9 for value in found)
 
 

@@ -4,7 +4,7 @@ import base64
 import json
 import re
 import struct
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -37,7 +37,7 @@ def planned() -> Plan:
 def run() -> Run:
     setting = planning.setting_of(QUESTION, [MODEL] * 2)
     outcome = simulate(ours(Options()), TRACE, setting)
-    return Run("ours <b>", "ours & nobody's", outcome, measure(outcome, SLO))
+    return Run.of("ours <b>", "ours & nobody's", outcome, measure(outcome, SLO))
 
 
 def test_a_plan_says_form_cost_power_ledger_idle_memory_and_verdict(planned: Plan) -> None:
@@ -95,7 +95,7 @@ def test_pools_are_counted_at_their_times_and_moves_found(run: Run) -> None:
         RoleInterval("a", Role.TOKEN, 10.0, 20.0),
         RoleInterval("b", Role.TOKEN, 0.0, 20.0),
     ]
-    outcome = replace(run.outcome, intervals=intervals)
+    outcome = replace(run, intervals=intervals)
     sizes = pool_sizes(outcome, [5.0, 10.0, 15.0])
     assert (sizes[Role.PROMPT], sizes[Role.TOKEN], sizes[Role.MIXED]) == ([1, 0, 0], [1, 2, 2], [0, 0, 0])
     assert move_times(outcome) == [10.0]
@@ -113,3 +113,10 @@ def test_page_holds_its_pictures_needs_no_other_file_and_escapes_names(run: Run)
     width, height = struct.unpack(">II", data[16:24])
     assert width > 400
     assert height > 300
+
+
+def test_a_run_that_was_kept_is_shown_as_the_run(run: Run) -> None:
+    kept = Run.from_json(json.loads(json.dumps(asdict(run))))
+    assert run_lines([kept]) == run_lines([run])
+    assert run_document([kept], True) == run_document([run], True)
+    assert page("again", [kept]) == page("again", [run])

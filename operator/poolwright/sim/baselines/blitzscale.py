@@ -21,13 +21,14 @@ from poolwright_protocol.roles import Role
 BLOCK_TOKENS = 64
 LOOP_SECONDS = 0.1
 DOWN_AFTER_SECONDS = 0.333
+MOST_USE, LEAST_USE = 0.7, 0.5  # of a machine's prompt rate
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Uses between which a pool's size is right: of a machine's prompt rate, of its KV blocks, of its KV intake."""
 
-    prompt: tuple[float, float] = (0.7, 0.5)
+    prompt: tuple[float, float] = (MOST_USE, LEAST_USE)
     memory: tuple[float, float] = (0.95, 0.75)
     transfer: tuple[float, float] = (0.8, 0.4)
 
@@ -72,8 +73,15 @@ class BlitzScaleRun:
 
     period_seconds = LOOP_SECONDS
 
-    def __init__(self, setting: Setting, router: Router) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        router: Router,
+        bounds: Bounds = Bounds(),
+        down_after_seconds: float = DOWN_AFTER_SECONDS,
+    ) -> None:
         self.router = router
+        self._bounds, self._down_after = bounds, down_after_seconds
         model = setting.machines[0]
         rate = Profiles(setting).first.prompt_tokens_per_second(max(1.0, setting.expected_prompt_tokens))
         self._prompt_rate = max(1, int(rate))
@@ -95,7 +103,7 @@ class BlitzScaleRun:
             self._blocks,
             self._prompt_rate,
         )
-        wanted = changes(len(prompts), len(tokens), load)
+        wanted = changes(len(prompts), len(tokens), load, self._bounds)
         prompt = len(prompts) + self._allowed(Role.PROMPT, now, wanted[0])
         token = len(tokens) + self._allowed(Role.TOKEN, now, wanted[1])
         want = fitted(prompt_count(view), prompt, token, len(view.machines))
@@ -106,12 +114,19 @@ class BlitzScaleRun:
             self._large_since.pop(role, None)
             return change
         since = self._large_since.setdefault(role, now)
-        return change if now - since >= DOWN_AFTER_SECONDS else 0
+        return change if now - since >= self._down_after else 0
 
 
-def blitzscale(prompt: int, router: MakeRouter = ShortestQueue) -> Policy:
-    """`prompt`: machines of the prompt pool at the start."""
-    runs = PerRun(lambda setting: BlitzScaleRun(setting, router(setting)))
+def blitzscale(
+    prompt: int,
+    router: MakeRouter = ShortestQueue,
+    most_use: float = MOST_USE,
+    down_after_seconds: float = DOWN_AFTER_SECONDS,
+) -> Policy:
+    """`prompt`: machines of the prompt pool at the start. `most_use`: the upper bound of the prompt pool's band, whose
+    lower one keeps its ratio to it."""
+    bounds = Bounds(prompt=(most_use, most_use * LEAST_USE / MOST_USE))
+    runs = PerRun(lambda setting: BlitzScaleRun(setting, router(setting), bounds, down_after_seconds))
     return Policy(
         name="BlitzScale",
         source="BlitzScale, OSDI '25; blitz-serving/blitz-scale @594e911, Apache-2.0",
@@ -119,5 +134,5 @@ def blitzscale(prompt: int, router: MakeRouter = ShortestQueue) -> Policy:
         scaler=runs.scaler,
         first_roles=lambda setting: split_roles(setting, prompt),
         rules=split_rules,
-        parameters={"loop_seconds": LOOP_SECONDS, "down_after_seconds": DOWN_AFTER_SECONDS},
+        parameters={"loop_seconds": LOOP_SECONDS, "down_after_seconds": down_after_seconds, "most_use": most_use},
     )

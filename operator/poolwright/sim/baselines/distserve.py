@@ -131,6 +131,21 @@ def _node_shares(node_gpus: int, stages: int) -> Iterator[tuple[Parallelism, Par
             yield Parallelism(prompt, stages), Parallelism(token, stages)
 
 
+def placed_within(gpus: int, candidates: Sequence[Parallelism], prompt: Goodput, token: Goodput) -> Placement | None:
+    """Algorithm 1 where the GPUs are given and the rate is asked for: the parallelism and the instances of each phase
+    that sustain most together, the fewest GPUs among equals. None where a phase keeps its target at no rate."""
+    best: tuple[float, int, Placement] | None = None
+    for first in candidates:
+        for second in candidates:
+            for instances in range(1, (gpus - second.gpus) // first.gpus + 1):
+                answering = (gpus - instances * first.gpus) // second.gpus
+                placement = Placement(first, second, instances, answering)
+                rate = min(instances * prompt(first), answering * token(second))
+                if rate > 0 and (best is None or (rate, -placement.gpus) > (best[0], best[1])):
+                    best = rate, -placement.gpus, placement
+    return None if best is None else best[2]
+
+
 def goodput(keeps: Callable[[float], bool], most: float = 64.0) -> float:
     """The largest rate, to within RATE_STEP, at which the simulated phase keeps its target."""
     low, high = 0.0, most
@@ -219,6 +234,18 @@ def _poisson(lengths: Lengths, rate: float, seed: int = 0) -> Iterator[tuple[flo
         yield now, chance.choice(lengths)
 
 
+def expected_lengths(setting: Setting) -> Lengths:
+    return [(max(1, round(setting.expected_prompt_tokens)), max(1, round(setting.expected_output_tokens)))]
+
+
+def placement(
+    models: Mapping[Parallelism, MachineModel], gpus: int, setting: Setting, lengths: Lengths = ()
+) -> Placement | None:
+    """Of so many GPUs, with parallelism as the machines are measured; `lengths` as for `distserve`."""
+    prompt, token = goodputs(models, lengths or expected_lengths(setting), setting.slo)
+    return placed_within(gpus, list(models), prompt, token)
+
+
 def prompt_machines(setting: Setting, lengths: Lengths) -> int:
     """Algorithm 1 where every machine has its one parallelism: replicas of each phase, scaled to the machines there."""
     one = Parallelism(setting.machines[0].gpus, 1)
@@ -251,8 +278,7 @@ def distserve(prompt: int | None = None, lengths: Lengths = ()) -> Policy:
     decided before, such as that of machines with different parallelism for each phase."""
 
     def first_roles(setting: Setting) -> Sequence[Role]:
-        expected = (max(1, round(setting.expected_prompt_tokens)), max(1, round(setting.expected_output_tokens)))
-        return split_roles(setting, prompt or prompt_machines(setting, lengths or [expected]))
+        return split_roles(setting, prompt or prompt_machines(setting, lengths or expected_lengths(setting)))
 
     def rules(setting: Setting) -> dict[Role, EngineRules]:
         whole = EngineRules(Batching.PREFILL_FIRST, Profiles(setting).first.saturating_tokens())

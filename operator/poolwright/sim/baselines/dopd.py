@@ -31,15 +31,14 @@ def ratio(profile: MachineProfile, prompt_tokens: float, output_tokens: float) -
 class DopdRun:
     """The scaler of one run."""
 
-    period_seconds = INTERVAL_SECONDS
-
-    def __init__(self, setting: Setting, meter: Meter) -> None:
+    def __init__(self, setting: Setting, meter: Meter, interval_seconds: float = INTERVAL_SECONDS) -> None:
         self.meter = meter
+        self.period_seconds = interval_seconds
         self._profile = Profiles(setting).first
         self._forecasts: tuple[Forecast, Forecast] = (LastValue(), LastValue())
 
     def tick(self, now: float, view: ClusterView) -> Sequence[RoleChange]:
-        seen = self.meter.traffic(now, view, INTERVAL_SECONDS)
+        seen = self.meter.traffic(now, view, self.period_seconds)
         if not seen.prompt_tokens or not seen.output_tokens or len(view.machines) < 2:
             return []
         self._forecasts[0].add(seen.prompt_tokens)
@@ -48,9 +47,9 @@ class DopdRun:
         return moves_to(view, capped(wanted, 1.0, len(view.machines)), "ratio")
 
 
-def dopd(prompt: int, router: MakeRouter = ShortestQueue) -> Policy:
+def dopd(prompt: int, router: MakeRouter = ShortestQueue, interval_seconds: float = INTERVAL_SECONDS) -> Policy:
     """`prompt`: machines of the prompt pool at the start."""
-    runs = PerRun(lambda setting: DopdRun(setting, metered(router, setting)))
+    runs = PerRun(lambda setting: DopdRun(setting, metered(router, setting), interval_seconds))
     return Policy(
         name="DOPD",
         source="DOPD, arXiv 2511.20982; liao4s/DOPD @4bc8838, Apache-2.0",
@@ -58,5 +57,5 @@ def dopd(prompt: int, router: MakeRouter = ShortestQueue) -> Policy:
         scaler=runs.scaler,
         first_roles=lambda setting: split_roles(setting, prompt),
         rules=split_rules,
-        parameters={"interval_seconds": INTERVAL_SECONDS},
+        parameters={"interval_seconds": interval_seconds},
     )

@@ -172,19 +172,21 @@ class SlaPlanner:
 class DynamoSlaRun:
     """The scaler of one run."""
 
-    period_seconds = INTERVAL_SECONDS
-
-    def __init__(self, setting: Setting, meter: Meter, forecast: type[Forecast]) -> None:
+    def __init__(
+        self, setting: Setting, meter: Meter, forecast: type[Forecast], interval_seconds: float = INTERVAL_SECONDS
+    ) -> None:
         self.meter = meter
+        self.period_seconds = interval_seconds
         self._planner = SlaPlanner(
             Interpolated(Sweep.measured(Profiles(setting).first)),
+            interval_seconds,
             itl_milliseconds=setting.slo.tbt_seconds * 1000,
             most_gpus=len(setting.machines),
         )
         self._forecasts = [forecast() for _ in range(3)]
 
     def tick(self, now: float, view: ClusterView) -> Sequence[RoleChange]:
-        seen = self.meter.traffic(now, view, INTERVAL_SECONDS)
+        seen = self.meter.traffic(now, view, self.period_seconds)
         observed = Observed(
             _milliseconds(seen.ttft_seconds),
             _milliseconds(seen.tbt_seconds),
@@ -208,10 +210,13 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def dynamo_sla(
-    prompt: int, forecast: type[LastValue] | type[Kalman] = LastValue, router: MakeRouter = ShortestQueue
+    prompt: int,
+    forecast: type[LastValue] | type[Kalman] = LastValue,
+    router: MakeRouter = ShortestQueue,
+    interval_seconds: float = INTERVAL_SECONDS,
 ) -> Policy:
     """`prompt`: machines of the prompt pool at the start."""
-    runs = PerRun(lambda setting: DynamoSlaRun(setting, metered(router, setting), forecast))
+    runs = PerRun(lambda setting: DynamoSlaRun(setting, metered(router, setting), forecast, interval_seconds))
     return Policy(
         name="Dynamo SLA planner 2025",
         source="ai-dynamo/dynamo planner_core.py, read at zxue2/dynamo @e20adb4, Apache-2.0",
@@ -219,5 +224,5 @@ def dynamo_sla(
         scaler=runs.scaler,
         first_roles=lambda setting: split_roles(setting, prompt),
         rules=split_rules,
-        parameters={"interval_seconds": INTERVAL_SECONDS},
+        parameters={"interval_seconds": interval_seconds},
     )

@@ -29,9 +29,8 @@ def decode_machines(current: int, tokens_per_second: float, target_of_one: float
 
 
 class DecodeRate:
-    period_seconds = PERIOD_SECONDS
-
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, period_seconds: float = PERIOD_SECONDS) -> None:
+        self.period_seconds = period_seconds
         profile, context = Profiles(setting).first, expected_context_tokens(setting)
         self._tbt = setting.slo.tbt_seconds
         batch = max(1, profile.most_decodes(self._tbt, context))
@@ -41,24 +40,24 @@ class DecodeRate:
         self._ratio = prompt_work / token_work
 
     def tick(self, now: float, view: ClusterView) -> Sequence[RoleChange]:
-        reading = view.reading(PERIOD_SECONDS)
+        reading = view.reading(self.period_seconds)
         tokens = sum(m.role is Role.TOKEN for m in view.machines)
         if not tokens or len(view.machines) < 2:
             return []
         mean = mean_seconds(reading.tbt)
         late = mean is not None and mean > LATE_TBT * self._tbt
-        token = decode_machines(tokens, reading.output_tokens / PERIOD_SECONDS, self._of_one, late)
+        token = decode_machines(tokens, reading.output_tokens / self.period_seconds, self._of_one, late)
         return moves_to(view, capped(self._ratio * token, token, len(view.machines)), "ratio")
 
 
-def heteroscale(prompt: int, router: MakeRouter = ShortestQueue) -> Policy:
+def heteroscale(prompt: int, router: MakeRouter = ShortestQueue, period_seconds: float = PERIOD_SECONDS) -> Policy:
     """`prompt`: machines of the prompt pool at the start."""
     return Policy(
         name="HeteroScale",
         source="HeteroScale, arXiv 2508.19559, as far as published",
         router=router,
-        scaler=DecodeRate,
+        scaler=lambda setting: DecodeRate(setting, period_seconds),
         first_roles=lambda setting: split_roles(setting, prompt),
         rules=split_rules,
-        parameters={"dead_band": DEAD_BAND, "period_seconds": PERIOD_SECONDS},
+        parameters={"dead_band": DEAD_BAND, "period_seconds": period_seconds},
     )

@@ -31,20 +31,27 @@ BEHAVIOR = Behavior(
 )
 
 
-def recommended(replicas: int, pressure: float, ready_share: float = 1.0) -> int:
+def recommended(
+    replicas: int,
+    pressure: float,
+    ready_share: float = 1.0,
+    up_above: float = UP_ABOVE,
+    down_below: float = DOWN_BELOW,
+) -> int:
     """`pressure`: the percentile by its target, averaged."""
-    if pressure > UP_ABOVE:
-        return replicas + math.ceil(replicas * (pressure * ready_share / UP_ABOVE - 1))
-    if pressure < DOWN_BELOW:
-        return replicas - math.floor(replicas * (1 - pressure / DOWN_BELOW))
+    if pressure > up_above:
+        return replicas + math.ceil(replicas * (pressure * ready_share / up_above - 1))
+    if pressure < down_below:
+        return replicas - math.floor(replicas * (1 - pressure / down_below))
     return replicas
 
 
 class SloLoop:
     """One signal of one pool."""
 
-    def __init__(self, target_seconds: float) -> None:
+    def __init__(self, target_seconds: float, up_above: float = UP_ABOVE, down_below: float = DOWN_BELOW) -> None:
         self._target_seconds = target_seconds
+        self._band = up_above, down_below
         self._raw: list[tuple[float, float]] = []
         self._replicas = Replicas(BEHAVIOR)
 
@@ -53,15 +60,15 @@ class SloLoop:
         raw = 0.0 if value is None else min(MOST, value.seconds / self._target_seconds)
         self._raw = [(at, r) for at, r in self._raw if at > now - AVERAGED_SECONDS] + [(now, raw)]
         pressure = sum(r for _, r in self._raw) / len(self._raw)
-        return self._replicas.wish(now, current, recommended(current, pressure))
+        return self._replicas.wish(now, current, recommended(current, pressure, 1.0, *self._band))
 
 
 class SloLoops:
     period_seconds = SYNC_SECONDS
 
-    def __init__(self, setting: Setting) -> None:
-        self._prompt = SloLoop(setting.slo.ttft_seconds)
-        self._token = SloLoop(setting.slo.tbt_seconds)
+    def __init__(self, setting: Setting, up_above: float = UP_ABOVE, down_below: float = DOWN_BELOW) -> None:
+        self._prompt = SloLoop(setting.slo.ttft_seconds, up_above, down_below)
+        self._token = SloLoop(setting.slo.tbt_seconds, up_above, down_below)
 
     def tick(self, now: float, view: ClusterView) -> Sequence[RoleChange]:
         reading = view.reading(RATE_WINDOW_SECONDS)
@@ -70,14 +77,16 @@ class SloLoops:
         return moves_to(view, fitted(prompt_count(view), *wanted, len(view.machines)), "SLO loop")
 
 
-def keda(prompt: int, router: MakeRouter = ShortestQueue) -> Policy:
+def keda(
+    prompt: int, router: MakeRouter = ShortestQueue, up_above: float = UP_ABOVE, down_below: float = DOWN_BELOW
+) -> Policy:
     """`prompt`: machines of the prompt pool at the start."""
     return Policy(
         name="llm-d KEDA loop",
         source="llm-d/llm-d @d38c9f0, README.slo-aware.md, Apache-2.0",
         router=router,
-        scaler=SloLoops,
+        scaler=lambda setting: SloLoops(setting, up_above, down_below),
         first_roles=lambda setting: split_roles(setting, prompt),
         rules=split_rules,
-        parameters={"up_above": UP_ABOVE, "down_below": DOWN_BELOW},
+        parameters={"up_above": up_above, "down_below": down_below},
     )

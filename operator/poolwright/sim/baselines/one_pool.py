@@ -38,15 +38,17 @@ def sarathi(budget: int | None = None, router: MakeRouter = FewestRequests) -> P
     return _one_pool(name, "Sarathi-Serve, OSDI '24, Algorithm 3", rules, router, budget=budget or 0)
 
 
-def vllm_v1(router: MakeRouter = FewestRequests) -> Policy:
-    """The defaults of `vllm serve`: budget 2,048, or 8,192 with 1,024 sequences from 70 GB on other than A100."""
+def vllm_v1(router: MakeRouter = FewestRequests, budget: int | None = None) -> Policy:
+    """The defaults of `vllm serve`: budget 2,048, or 8,192 with 1,024 sequences from 70 GB on other than A100.
+    `budget`: its `--max-num-batched-tokens`, the sequences as they are."""
 
     def rules(setting: Setting) -> EngineRules:
         large = any(kind in setting.machines[0].name.upper() for kind in ("H100", "H200", "B200", "MI3"))
-        budget, sequences = (8192, 1024) if large else (2048, 256)
-        return EngineRules(Batching.VLLM, token_budget=budget, max_sequences=sequences)
+        tokens, sequences = (8192, 1024) if large else (2048, 256)
+        return EngineRules(Batching.VLLM, token_budget=budget or tokens, max_sequences=sequences)
 
-    return _one_pool("vLLM V1", "vLLM V1 scheduler and get_batch_defaults, v0.11, Apache-2.0", rules, router)
+    source = "vLLM V1 scheduler and get_batch_defaults, v0.11, Apache-2.0"
+    return _one_pool("vLLM V1", source, rules, router, budget=budget or 0)
 
 
 def orca(max_sequences: int = 32, router: MakeRouter = FewestRequests) -> Policy:

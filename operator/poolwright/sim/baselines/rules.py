@@ -1,9 +1,10 @@
 """Rules of the engines in a split cluster, and the budget of a mixed machine that Sarathi-Serve's rule gives."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from poolwright.sim.baselines.profile import MachineProfile, Profiles
-from poolwright.sim.policy import EngineRules, Setting
+from poolwright.sim.policy import EngineRules, Policy, Setting
 from poolwright.sim.step_time import Chunk
 from poolwright_engine.scheduling.scheduler_config import Batching
 from poolwright_protocol.roles import Role
@@ -36,3 +37,12 @@ def split_rules(setting: Setting) -> Mapping[Role, EngineRules]:
         Role.TOKEN: chunked,
         Role.MIXED: chunked,
     }
+
+
+def in_blocks(policy: Policy, block_tokens: int) -> Policy:
+    """The same with KV caches of such blocks."""
+
+    def rules(setting: Setting) -> Mapping[Role, EngineRules]:
+        return {role: replace(rule, block_tokens=block_tokens) for role, rule in policy.rules(setting).items()}
+
+    return replace(policy, rules=rules)

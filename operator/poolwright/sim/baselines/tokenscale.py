@@ -61,15 +61,16 @@ class VelocityScaler:
 
     period_seconds = PERIOD_SECONDS
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, window_seconds: float = RATE_WINDOW_SECONDS) -> None:
         self._velocities = Velocities(setting)
+        self._window = window_seconds
 
     def tick(self, now: float, view: ClusterView) -> Sequence[RoleChange]:
-        arrivals = view.arrivals(RATE_WINDOW_SECONDS)
+        arrivals = view.arrivals(self._window)
         machines = sum(m.role is not Role.MIXED for m in view.machines)
         if not arrivals or machines < 2:
             return []
-        prompt, token = wanted(arrivals, min(RATE_WINDOW_SECONDS, max(now, 1.0)), self._velocities)
+        prompt, token = wanted(arrivals, min(self._window, max(now, 1.0)), self._velocities)
         convertible = len(view.machines) - machines
         want = fitted(prompt_count(view), prompt, max(1, token - convertible), machines)
         return moves_to(view, want, "velocity")
@@ -102,20 +103,22 @@ class BurstRouter(QuietRouter):
         return placed(prompt, min(tokens, key=decode_load))
 
 
-def tokenscale(prompt: int) -> Policy:
+def tokenscale(
+    prompt: int, window_seconds: float = RATE_WINDOW_SECONDS, convertible_share: float = CONVERTIBLE_SHARE
+) -> Policy:
     """`prompt`: machines of the prompt pool at the start."""
 
     def first_roles(setting: Setting) -> Sequence[Role]:
         machines = len(setting.machines)
-        convertible = max(1, round(machines * CONVERTIBLE_SHARE)) if machines > 2 else 0
+        convertible = max(1, round(machines * convertible_share)) if machines > 2 else 0
         return split_roles(setting, min(prompt, machines - convertible - 1), convertible)
 
     return Policy(
         name="TokenScale",
         source="TokenScale, arXiv 2512.03416, as far as published",
         router=BurstRouter,
-        scaler=VelocityScaler,
+        scaler=lambda setting: VelocityScaler(setting, window_seconds),
         first_roles=first_roles,
         rules=split_rules,
-        parameters={"rate_window_seconds": RATE_WINDOW_SECONDS, "convertible_share": CONVERTIBLE_SHARE},
+        parameters={"rate_window_seconds": window_seconds, "convertible_share": convertible_share},
     )

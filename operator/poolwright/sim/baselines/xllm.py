@@ -144,9 +144,10 @@ class XllmRun(QuietRouter):
 
     period_seconds = FLIP_PERIOD_SECONDS
 
-    def __init__(self, setting: Setting, flips_to_decode: bool) -> None:
+    def __init__(self, setting: Setting, flips_to_decode: bool, target_share: float = 1.0) -> None:
         self._profiles = Profiles(setting)
-        targets = (round(setting.slo.ttft_seconds * 1000), round(setting.slo.tbt_seconds * 1000))
+        slo = setting.slo
+        targets = (round(slo.ttft_seconds * target_share * 1000), round(slo.tbt_seconds * target_share * 1000))
         self._scheduler = Scheduler(*targets, flips_to_decode)
         self._predictors: dict[str, Predictor] = {}
         self._open: dict[int, tuple[Pair, int]] = {}
@@ -205,9 +206,10 @@ class XllmRun(QuietRouter):
         ]
 
 
-def xllm(prompt: int, as_published: bool = False) -> Policy:
-    """`prompt`: machines of the prompt pool at the start. `as_published`: with the flip to decode that does nothing."""
-    runs = PerRun(lambda setting: XllmRun(setting, not as_published))
+def xllm(prompt: int, as_published: bool = False, target_share: float = 1.0) -> Policy:
+    """`prompt`: machines of the prompt pool at the start. `as_published`: with the flip to decode that does nothing.
+    `target_share`: of the SLO, what its flags for both targets are set to."""
+    runs = PerRun(lambda setting: XllmRun(setting, not as_published, target_share))
     return Policy(
         name="xLLM-service as published" if as_published else "xLLM-service",
         source="jd-opensource/xllm-service @c8033e0, Apache-2.0, SLO-aware policy",
@@ -215,4 +217,5 @@ def xllm(prompt: int, as_published: bool = False) -> Policy:
         scaler=runs.scaler,
         first_roles=lambda setting: split_roles(setting, prompt),
         rules=split_rules,
+        parameters={"target_share": target_share},
     )

@@ -73,4 +73,4 @@ def test_a_long_queue_brings_a_prompt_machine() -> None:
         machine("t2", Role.TOKEN, decodes=2),
     )
     # Three for the queue, and three that the other pool keeps for its window: two each.
-    assert [c.uid for c in QueueLength(setting()).tick(15.0, view)] == ["t1"]
+    assert [c.uid for c in QueueLength().tick(15.0, view)] == ["t1"]

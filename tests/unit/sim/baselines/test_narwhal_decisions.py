@@ -1,10 +1,12 @@
 """Arrow's algorithms and Narwhal's planner decide as Narwhal's own code did."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from poolwright.sim.baselines.arrow import Arrow, Capability, Engine, Thresholds
 from poolwright.sim.baselines.narwhal import Attained, Knobs, Planner
+from poolwright.sim.baselines.pools import moves_to
 from poolwright.sim.policy import Slo
 from poolwright_protocol.roles import Role
 
@@ -99,8 +101,10 @@ def test_the_planner_moves_as_narwhal_does(recorded: Recorded) -> None:
 
 
 def _move(roles: list[Role], held: list[int], prompt: int) -> None:
-    """The emptiest first, as `pools.moves_to` chooses."""
-    to, source = (Role.PROMPT, Role.TOKEN) if prompt > roles.count(Role.PROMPT) else (Role.TOKEN, Role.PROMPT)
-    pool = sorted((i for i, r in enumerate(roles) if r is source), key=lambda i: held[i])
-    for i in pool[: max(0, min(abs(prompt - roles.count(Role.PROMPT)), len(pool) - 1))]:
-        roles[i] = to
+    """As the baseline itself moves: the emptiest first."""
+    machines = [
+        SimpleNamespace(uid=i, role=role, ready=True, moving_to=None, held=held[i]) for i, role in enumerate(roles)
+    ]
+    view: Any = SimpleNamespace(machines=machines)
+    for change in moves_to(view, prompt, "plan", lambda m: m.held):  # type: ignore[attr-defined]
+        roles[int(change.uid)] = change.role
