@@ -1,7 +1,7 @@
 # Two images from one file:
 #   control-plane: operator, router and command line; no PyTorch in it
 #   engine: the bundled engine
-# BUILD_IMAGE needs Python 3.11 with venv and a C compiler: without one, or without libraries in
+# BUILD_IMAGE needs Python 3.11 with venv and a C compiler: without one and without libraries in
 # engine_image/poolwright_engine/native/compiled, the engine computes by PyTorch's operations and is slower on a CPU.
 # BASE_IMAGE needs Python 3.11 with venv. PIP_ARGS may point pip at a wheelhouse (`--no-index --find-links /wheels`).
 # SOURCE_DATE_EPOCH: compiled modules are checked by hash, so that they stay valid whatever time the files of a layer get.
@@ -22,7 +22,8 @@ COPY kernels kernels
 COPY examples examples
 COPY bench/data bench/data
 RUN if command -v cc > /dev/null; then \
-      cd engine_image && python3 -m poolwright_engine.native.library poolwright_engine/native/compiled; \
+      cd engine_image && rm -rf poolwright_engine/native/compiled && \
+      python3 -m poolwright_engine.native.library poolwright_engine/native/compiled; \
     fi
 RUN /build/venv/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /dist .
 

@@ -126,7 +126,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
+    """A prompt asked for twice is cached the second time, which must not change a bit of what is compared."""
+    return tiny_model(tmp_path_factory.mktemp("tiny"), batch_invariant=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -131,8 +131,8 @@ async def serving_model(
         await engine.close()
 
 
-def tiny_model(folder: Path) -> LoadedModel:
-    return load_model(write_tiny_llama(folder))
+def tiny_model(folder: Path, batch_invariant: bool = False) -> LoadedModel:
+    return load_model(write_tiny_llama(folder), batch_invariant=batch_invariant)
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -68,8 +68,49 @@ def test_what_others_may_have_written_is_not_loaded(cache: Path, caplog: pytest.
     path.chmod(0o777)
     native._library.cache_clear()
     native.library()
-    assert "may be written by others" in caplog.text
+    assert "others may write" in caplog.text
     assert path.stat().st_mode & 0o022 == 0, "it was not made anew"
+
+
+@needs_compiler
+def test_a_group_that_may_write_by_default_changes_nothing(cache: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        native.library()
+        (path,) = cache.glob("*.so")
+        made = path.stat().st_mtime_ns
+        native._library.cache_clear()
+        native.library()
+        assert path.stat().st_mtime_ns == made
+    finally:
+        os.umask(before)
+
+
+def test_a_folder_that_others_may_write_keeps_no_library(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(NoLibrary, match="others may write where it is kept"):
+        native.library()
+
+
+def test_a_process_without_a_home_computes_by_pytorch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native, "cache_dir", no_home)
+    assert not native.is_native(CpuOperations.AUTO)
+    with pytest.raises(NoLibrary, match="nowhere to keep it: Could not determine home"):
+        native.library()
+
+
+@needs_compiler
+def test_half_a_file_is_replaced_at_the_next_start(cache: Path) -> None:
+    cache.mkdir(mode=0o700, parents=True)
+    (cache / native.file_name(native.level())).touch(mode=0o755)
+    with pytest.raises(NoLibrary):
+        native.library()
+    native._library.cache_clear()
+    assert isinstance(native.library(), ctypes.CDLL)
 
 
 def test_without_a_compiler_pytorch_computes_and_says_so_once(
@@ -80,7 +121,7 @@ def test_without_a_compiler_pytorch_computes_and_says_so_once(
     assert not native.is_native(CpuOperations.AUTO)
     assert not native.is_native(CpuOperations.AUTO)
     assert [record.message for record in caplog.records if "no C compiler" in record.message] == [
-        "No library of C operations: steps take longer. no C compiler (cc, gcc)."
+        "Found no library of C operations, steps take longer reason=no C compiler (gcc, cc)"
     ]
     with pytest.raises(NoLibrary, match="no C compiler"):
         native.is_native(CpuOperations.NATIVE)

@@ -64,7 +64,8 @@ class Operations(Protocol):
 
 
 def operations(wanted: CpuOperations, config: ModelConfig, dtype: torch.dtype, invariant: bool = False) -> Operations:
-    """`invariant`: a row's numbers hang on nothing but the row. Raises NoLibrary where native ones are wanted."""
+    """`invariant`: a row's numbers hang on nothing but the row. Of another dtype than the native
+    ones know, PyTorch's. Raises NoLibrary where native ones are wanted and there is no library."""
     if dtype in DTYPES and is_native(wanted):
         return NativeOperations(config, dtype)
     return TorchOperations(config, dtype, invariant)
@@ -189,12 +190,13 @@ class Turns:
 
     def up_to(self, positions: int) -> Tensor:
         """(at least that many positions, head_size) float32: cosines, then sines."""
-        have = len(self._table)
+        table = self._table  # read once: a model may serve several threads
+        have = len(table)
         if positions > have:
             angles = torch.arange(have, max(positions, 2 * have, 1024))[:, None].float() * self._frequencies
             more = torch.cat((angles.cos(), angles.sin()), 1).to(self._dtype).float()
-            self._table = torch.cat((self._table, more))
-        return self._table
+            self._table = table = torch.cat((table, more))
+        return table
 
 
 class _NativeStep:

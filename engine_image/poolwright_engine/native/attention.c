@@ -3,7 +3,7 @@
  * A task is some queries of a row, one kv head, and a range of keys. Its query vectors are the heads that share the kv
  * head, query by query, so that keys and values are read once for all of them. Keys are taken in blocks at fixed
  * positions, and a block a query does not see changes nothing of what it has, so a query's result depends on its own
- * row only: not on the rows beside it, nor on how many queries share its task, nor on threads. Rows of few queries are
+ * row only, while values are finite: not on the rows beside it, nor on how many queries share its task, nor on threads. Rows of few queries are
  * split at fixed positions too; the pieces are merged in order. */
 
 #include "element.h"
@@ -191,53 +191,17 @@ static float soften(float *scores, int64_t begin, int64_t end, int64_t low, int6
 
 #if defined(__AVX512BF16__) && defined(__linux__)
 #define TILES 1
-/* Matrix tiles (AMX), where the CPU has them and the system lets us: 16 rows of 64 bytes each. Others of the process
- * use them too, and may believe that a thread still has the shapes they gave it: ours go when a task ends. */
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "tiles.h"
 
-enum { TILE = 16, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+enum { TILE = 16 };
 
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TileShapes;
-
-/* Called by one thread at a time. */
 static int has_tiles(void) {
-    static int answer = -1;
-    if (answer < 0) {
-        unsigned a, b, c, d = 0;
-        int has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
-        answer = has && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    }
-    return answer;
+    static int known = -1; /* threads that find it out at once find the same */
+    if (known < 0) known = tiles_are_there(BFLOAT16_TILES);
+    return known;
 }
 
-/* GCC is not told what memory the tile instructions read and write. */
-#define ALL_MEMORY __asm__ volatile("" ::: "memory")
 #define WITH_TILES static __attribute__((noinline, target("amx-tile,amx-bf16")))
-
-WITH_TILES void shape_tiles(TileShapes *before) {
-    TileShapes ours;
-    memset(&ours, 0, sizeof ours);
-    ours.palette = 1;
-    for (int i = 0; i < 8; i++) {
-        ours.bytes[i] = 64;
-        ours.rows[i] = TILE;
-    }
-    ALL_MEMORY;
-    _tile_storeconfig(before);
-    _tile_loadconfig(&ours);
-    ALL_MEMORY;
-}
-
-WITH_TILES void restore_tiles(const TileShapes *before) {
-    ALL_MEMORY;
-    _tile_loadconfig(before);
-}
 
 /* sums (2 · TILE rows, 2 · TILE) += a (2 · TILE rows, count words) · b (count, 2 · TILE words), two bfloat16 in each
  * word; count is a multiple of TILE, strides are in words. */

@@ -118,7 +118,7 @@ static void NAME(turn)(const ELEMENT *keys, const int64_t *places, int64_t low, 
                        uint32_t *words) {
     for (int64_t at = 0; at < size; at += SPAN) {
         for (int64_t k = down(low, LANES); k < high; k += LANES) {
-            loose_words rows[LANES];
+            loose_words rows[LANES] __attribute__((aligned(4 * LANES)));
             for (int i = 0; i < LANES; i++) {
                 rows[i] = NAME(span)(keys + places[smaller(high - 1, larger(low, k + i))] + at, size - at);
             }
@@ -312,7 +312,7 @@ static void NAME(attend_task)(const Plan *plan, const Task *task, int64_t kv_hea
 #if TILES
     TileShapes shapes;
     in_tiles = is_many && plan->has_tiles;
-    if (in_tiles) shape_tiles(&shapes);
+    if (in_tiles) shape_tiles(TILE, &shapes);
 #endif
 #endif
 

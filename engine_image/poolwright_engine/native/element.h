@@ -1,5 +1,5 @@
-/* What the operations share: elements of two types, float32 inside. Each source that works on elements includes its
- * body twice, with ELEMENT, LOAD, STORE and NAME set for one type at a time. */
+/* What the operations share: elements of two types, float32 inside. Each source includes its body twice, with ELEMENT,
+ * NAME and what else it needs set for one type at a time. */
 
 #pragma once
 
@@ -7,6 +7,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "two bfloat16 are read as one word, the first in its low half"
+#endif
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
@@ -31,7 +35,7 @@ INLINE bfloat16 to_bfloat16(float x) {
 INLINE float same_float(float x) { return x; }
 
 /* e^x in float32 to 2 ulp, in code that compilers turn into vectors: 2^n · polynomial, as Cephes' expf has it
- * (Moshier, netlib.org/cephes). NaN stays NaN; beyond ±87 it gives what ±87 gives, but exactly 0 far below. */
+ * (Moshier, netlib.org/cephes). NaN stays NaN; below -87 it is 0, and above 88 it is e^88. */
 INLINE float exponential(float x) {
     float bounded = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     float n = __builtin_rintf(bounded * 1.44269504088896341f);

@@ -6,6 +6,7 @@
 
 enum {
     PARALLEL_ELEMENTS = 1 << 14, /* below, waking other threads costs more than they save */
+    PARALLEL_ACTIVATIONS = PARALLEL_ELEMENTS / 4, /* each costs about four other elements */
     TOKENS = 64,                 /* in a tile, where a token's elements are apart and tokens adjacent */
     FEW_TOKENS = 16,             /* in a tile of a small step, so that each thread has one */
     FEATURES = 64,
@@ -17,6 +18,14 @@ INLINE int64_t block_of(int64_t tokens, int64_t step) {
     return step == 1 ? 1 : (tokens >= 4 * TOKENS ? TOKENS : FEW_TOKENS);
 }
 INLINE int64_t at_most(int64_t limit, int64_t left) { return left < limit ? left : limit; }
+
+INLINE float silu(float x) { return x / (1 + exponential(-x)); }
+
+/* GELU in its tanh form, as x · sigmoid(2 · inner). */
+INLINE float gelu(float x) {
+    float inner = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+    return x / (1 + exponential(-inner));
+}
 
 #define ELEMENT float
 #define LOAD same_float

@@ -62,28 +62,20 @@ EXPORT void NAME(add)(int64_t tokens, int64_t size, ELEMENT *hidden, int64_t hid
     }
 }
 
-INLINE float NAME(silu)(float x) { return x / (1 + exponential(-x)); }
-
-/* GELU in its tanh form, as x · sigmoid(2 · inner). */
-INLINE float NAME(gelu)(float x) {
-    float inner = 1.5957691216057308f * (x + 0.044715f * x * x * x);
-    return x / (1 + exponential(-inner));
-}
-
 /* out = activation(gate) · up: `rows` rows of `size` adjacent elements, `stride` apart; those of out have no gaps. */
 EXPORT void NAME(gated_unit)(int64_t rows, int64_t size, const ELEMENT *gate, const ELEMENT *up, int64_t stride,
                              int64_t is_gelu, ELEMENT *out) {
     int64_t parts = (size + PART - 1) / PART;
-#pragma omp parallel for collapse(2) schedule(static) if (rows * 4 * size >= PARALLEL_ELEMENTS)
+#pragma omp parallel for collapse(2) schedule(static) if (rows * size >= PARALLEL_ACTIVATIONS)
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t part = 0; part < parts; part++) {
             int64_t count = at_most(PART, size - part * PART);
             const ELEMENT *g = gate + row * stride + part * PART, *u = up + row * stride + part * PART;
             ELEMENT *to = out + row * size + part * PART;
             if (is_gelu)
-                for (int64_t i = 0; i < count; i++) to[i] = STORE(ROUNDED(NAME(gelu)(LOAD(g[i]))) * LOAD(u[i]));
+                for (int64_t i = 0; i < count; i++) to[i] = STORE(ROUNDED(gelu(LOAD(g[i]))) * LOAD(u[i]));
             else
-                for (int64_t i = 0; i < count; i++) to[i] = STORE(ROUNDED(NAME(silu)(LOAD(g[i]))) * LOAD(u[i]));
+                for (int64_t i = 0; i < count; i++) to[i] = STORE(ROUNDED(silu(LOAD(g[i]))) * LOAD(u[i]));
         }
     }
 }

@@ -150,45 +150,20 @@ static void vector_sums(int64_t rows, const int8_t *levels, int64_t size, const 
 #endif
 
 #if defined(__AVX512VNNI__) && defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
-#include <cpuid.h>
+#include "tiles.h"
 #define TILED __attribute__((target("amx-tile,amx-int8")))
-
-enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, ARCH_PRCTL = 158 }; /* Linux: a process asks for tiles once */
 
 static int has_tiles(void) {
     static int known = -1; /* threads that find it out at once find the same */
-    int found = known;
-    if (found < 0) {
-        unsigned a, b, c, d = 0;
-        unsigned wanted = 1u << 24 | 1u << 25; /* AMX-TILE, AMX-INT8 */
-        found = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted &&
-                syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0;
-        known = found;
-    }
-    return found;
+    if (known < 0) known = tiles_are_there(INT8_TILES);
+    return known;
 }
-
-/* Tiles 0–3 are sums, 4 and 5 levels, 6 and 7 weights. */
-TILED static void set_tiles(int64_t rows) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } tiles = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        tiles.bytes[i] = 64;
-        tiles.rows[i] = i < 6 ? (uint8_t)rows : STEP / GROUP;
-    }
-    __asm__ volatile("" : : "m"(tiles)); /* GCC's header says that the next line reads 8 bytes */
-    _tile_loadconfig(&tiles);
-}
-
-TILED static void drop_tiles(void) { _tile_release(); }
 
 INLINE void fetch(const uint8_t *weights) {
     for (int i = 0; i < STEP * PANEL; i += 64) __builtin_prefetch(weights + AHEAD + i);
 }
 
+/* Tiles 0–3 are sums, 4 and 5 levels, 6 and 7 weights. */
 TILED static void one_tile_sums(int64_t rows, const int8_t *levels, int64_t size, const uint8_t *panel,
                                 panel_sums *sums) {
     (void)rows;
@@ -231,8 +206,9 @@ TILED static void two_tile_sums(int64_t rows, const int8_t *levels, int64_t size
 
 #else
 INLINE int has_tiles(void) { return 0; }
-INLINE void set_tiles(int64_t rows) { (void)rows; }
-INLINE void drop_tiles(void) {}
+typedef struct { int none; } TileShapes;
+INLINE void shape_tiles(int64_t rows, TileShapes *before) { (void)rows, (void)before; }
+INLINE void restore_tiles(const TileShapes *before) { (void)before; }
 #define one_tile_sums vector_sums
 #define two_tile_sums vector_sums
 #endif

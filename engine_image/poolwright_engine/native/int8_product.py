@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .library import library
+from poolwright_engine.native.library import library
 
 MOST_INPUTS: Final = 2**16
 """Sums are of 32 bits, and products of up to 255 · 127."""

@@ -117,7 +117,8 @@ EXPORT int NAME(int8_product)(const int8_weight *weight, int64_t rows, const ELE
 
 #pragma omp parallel if (weight->panels * PANEL * size >= PARALLEL_BYTES)
     {
-        if (tiled) set_tiles(tile_rows);
+        TileShapes before;
+        if (tiled) shape_tiles(tile_rows, &before);
 #pragma omp for schedule(static) collapse(2) nowait
         for (int64_t b = 0; b < blocks; b++) {
             for (int64_t p = 0; p < weight->panels; p++) {
@@ -138,7 +139,7 @@ EXPORT int NAME(int8_product)(const int8_weight *weight, int64_t rows, const ELE
                 }
             }
         }
-        if (tiled) drop_tiles();
+        if (tiled) restore_tiles(&before);
     }
     free(memory);
     return 1;

@@ -4,6 +4,7 @@ Owns where it lies, who may have written it, and the reason when there is none. 
 PyTorch: the library brings no OpenMP of its own and takes the one that is loaded, so `torch.set_num_threads` holds.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -11,19 +12,23 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import IO
 
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-_COMPILERS = ("cc", "gcc")
+_COMPILERS = ("gcc", "cc")  # another compiler's OpenMP is not PyTorch's
+_POLL_SECONDS = 0.1
 _LIMIT_SECONDS = 300  # some seconds, unless much else runs
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden")
 _LINK_FLAGS = ("-shared", "-nostdlib", "-Wl,-z,now")  # no OpenMP, no C library: the process has loaded both
@@ -64,15 +69,15 @@ def is_native(wanted: CpuOperations) -> bool:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    log.warning("No library of C operations: steps take longer. %s.", reason)
+    log.warning("Found no library of C operations, steps take longer reason=%s", reason)
 
 
 def level() -> str:
     """The best kind of CPU that this one is."""
     flags = _cpu_flags()
-    if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"} <= flags:
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni", "avx512_bf16"} <= flags:
         return "avx512"
-    if {"avx2", "fma", "bmi2", "f16c"} <= flags:
+    if {"avx2", "fma", "bmi1", "bmi2", "abm", "movbe", "f16c"} <= flags:
         return "avx2"
     return "plain"
 
@@ -96,18 +101,37 @@ def _library() -> ctypes.CDLL | str:
 
 
 def _made() -> Path:
-    name, folder = file_name(level()), cache_dir()
-    for path in (_HERE / "compiled" / name, folder / name):
-        if path.exists() and _is_ours(path):
-            return path
+    name = file_name(level())
     try:
+        beside = _HERE / "compiled"
+        if (beside / name).exists() and _is_ours(beside) and _is_ours(beside / name):
+            return beside / name
+        folder = cache_dir()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # engines that start together compile once
-            path = folder / name
-            return path if path.exists() and _is_ours(path) else compile_into(folder, level())
+        if not _is_ours(folder):
+            raise NoLibrary(f"others may write where it is kept, {folder}")
+        if (folder / name).exists() and _is_ours(folder / name):
+            return folder / name
+        with (folder / ".lock").open("a") as lock:
+            _wait_for(lock)  # engines that start together compile once
+            if (folder / name).exists() and _is_ours(folder / name):
+                return folder / name
+            return compile_into(folder, level())
     except OSError as e:
-        raise NoLibrary(f"it cannot be kept in {folder}: {e.strerror}") from e
+        raise NoLibrary(f"there is nowhere to keep it: {e}") from e
+    except RuntimeError as e:  # no HOME, and no entry for this user
+        raise NoLibrary(f"there is nowhere to keep it: {e}") from e
+
+
+def _wait_for(lock: IO[str]) -> None:
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NoLibrary(f"another process has been making it for {_LIMIT_SECONDS} s") from None
+            time.sleep(_POLL_SECONDS)
 
 
 def cache_dir() -> Path:
@@ -126,17 +150,19 @@ def file_name(kind: str) -> str:
 
 def compile_into(folder: Path, kind: str) -> Path:
     """Makes the library for that kind of CPU. Raises NoLibrary."""
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "")) or list(filter(None, map(shutil.which, _COMPILERS)))[:1]
+    if not compiler:
         raise NoLibrary(f"no C compiler ({', '.join(_COMPILERS)})")
     target = folder / file_name(kind)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as scratch:
         sources = _sources("*.c")
         objects = [f"{source.stem}.o" for source in sources]
-        log.info("Compiling the CPU operations for %s, once.", kind)
-        _run((compiler, *_FLAGS, *LEVELS[kind], "-c", *map(str, sources)), scratch)
-        _run((compiler, *_LINK_FLAGS, "-o", target.name, *objects), scratch)
-        (Path(scratch) / target.name).replace(target)  # whole or not at all: others may be compiling the same
+        _run((*compiler, *_FLAGS, *LEVELS[kind], "-c", *map(str, sources)), scratch)
+        _run((*compiler, *_LINK_FLAGS, "-o", target.name, *objects), scratch)
+        made = Path(scratch) / target.name
+        made.chmod(0o755)  # whatever the umask: what a group may write is not loaded
+        made.replace(target)  # whole or not at all
+    log.info("Compiled the C operations kind=%s path=%s", kind, target)
     return target
 
 
@@ -160,24 +186,29 @@ def _first_line(text: str) -> str:
 
 def _is_ours(path: Path) -> bool:
     """Code that others could have written is not loaded: a cache may lie below a folder that all may write."""
-    for at in (path, path.parent):
-        found = at.stat()
-        if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            log.warning("%s may be written by others: not used.", at)
-            return False
-    return True
+    found = path.stat()
+    ours = (0, os.geteuid())
+    strangers = [at for at in path.absolute().parents if at.stat().st_uid not in ours]  # who owns a folder may swap it
+    if found.st_uid in ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not strangers:
+        return True
+    log.warning("Left out what others may write path=%s", path)
+    return False
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
     import torch  # first: it has the OpenMP whose symbols the library lacks
 
-    log.debug("C operations: %s, PyTorch %s.", path, torch.__version__)
+    log.debug("Loaded the C operations path=%s torch=%s", path, torch.__version__)
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:
+        if "undefined symbol" in str(e) or "file too short" in str(e):  # another compiler's, or half of a file
+            with contextlib.suppress(OSError):
+                path.unlink()  # the next start makes another
         raise NoLibrary(str(e)) from e
 
 
+@functools.cache
 def _cpu_flags() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -190,10 +221,10 @@ def main() -> None:
     """`python -m poolwright_engine.native.library FOLDER`: a library for each kind of CPU of this architecture, as
     images have them beside the sources, in `compiled`. Needs no PyTorch."""
     folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     kinds = tuple(LEVELS) if platform.machine() == "x86_64" else ("plain",)
     for old in set(folder.glob("*.so")) - {folder / file_name(kind) for kind in kinds}:
-        old.unlink()  # of other sources
+        old.unlink(missing_ok=True)  # of other sources
     for kind in kinds:
         try:
             path = folder / file_name(kind)

@@ -101,10 +101,10 @@ def _load(config: EngineConfig, fetching: source.Progress | None) -> Parts:
     dtype_on(config, device, stored="float32")  # what cannot be is refused before anything is fetched
     sampling_defaults(config, None)
     step_profile = _step_profile(config)
+    computing = _operations(config, device)
     cache = Path(config.download_dir) if config.download_dir else None
     path = source.locate(config.model, config.revision, cache, _can_serve, fetching)
     sampling = sampling_defaults(config, path)
-    computing = _operations(config, device)
     try:
         dtype = dtype_on(config, device, stored_dtype(path))
         loaded = load_model(
@@ -263,7 +263,7 @@ def _step_profile(config: EngineConfig) -> StepProfile | None:
 
 
 def _operations(config: EngineConfig, device: Device) -> CpuOperations:
-    """NATIVE or TORCH. The library is compiled now where there is none, before a model is read. Raises ConfigError."""
+    """NATIVE or TORCH. A library is compiled now where there is none, before a model is fetched. Raises ConfigError."""
     if device.kind != "cpu":
         return CpuOperations.TORCH
     try:
