@@ -65,10 +65,7 @@ typedef struct {
     int64_t base, low, high, begin, end, position, group;
 } Block;
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t down(int64_t x, int64_t unit) { return x / unit * unit; }
-INLINE int64_t up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 INLINE int64_t padded(int64_t size) { return up(size, PAD); }
 
 /* Where the keys end that some vector up to `vector` sees. */

@@ -52,3 +52,7 @@ INLINE float exponential(float x) {
     memcpy(&scale, &power, 4);
     return x < -87.0f ? 0.0f : p * scale;
 }
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; } /* to a multiple */

@@ -17,7 +17,6 @@ enum {
 INLINE int64_t block_of(int64_t tokens, int64_t step) {
     return step == 1 ? 1 : (tokens >= 4 * TOKENS ? TOKENS : FEW_TOKENS);
 }
-INLINE int64_t at_most(int64_t limit, int64_t left) { return left < limit ? left : limit; }
 
 INLINE float silu(float x) { return x / (1 + exponential(-x)); }
 
@@ -27,18 +26,5 @@ INLINE float gelu(float x) {
     return x / (1 + exponential(-inner));
 }
 
-#define ELEMENT float
-#define LOAD same_float
-#define STORE same_float
-#define NAME(operation) operation##_float32
-#include "elementwise_body.h"
-#undef ELEMENT
-#undef LOAD
-#undef STORE
-#undef NAME
-
-#define ELEMENT bfloat16
-#define LOAD from_bfloat16
-#define STORE to_bfloat16
-#define NAME(operation) operation##_bfloat16
-#include "elementwise_body.h"
+#define BODY "elementwise_body.h"
+#include "each_element.h"

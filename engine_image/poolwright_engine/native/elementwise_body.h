@@ -19,7 +19,7 @@ INLINE void NAME(accumulate)(int64_t tokens, int64_t size, ELEMENT *hidden, int6
                              int64_t stride, int64_t step) {
     float tile[TOKENS * FEATURES];
     for (int64_t first = 0; first < size; first += FEATURES) {
-        int64_t count = at_most(FEATURES, size - first);
+        int64_t count = smaller(FEATURES, size - first);
         NAME(gather)(tokens, count, added + first * step, stride, step, tile);
         for (int64_t t = 0; t < tokens; t++) {
             ELEMENT *row = hidden + t * hidden_stride + first;
@@ -35,7 +35,7 @@ EXPORT void NAME(add_norm)(int64_t tokens, int64_t size, ELEMENT *hidden, int64_
     int64_t block = block_of(tokens, step);
 #pragma omp parallel for schedule(static) if (tokens * size >= PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < tokens; first += block) {
-        int64_t count = at_most(block, tokens - first);
+        int64_t count = smaller(block, tokens - first);
         if (added)
             NAME(accumulate)(count, size, hidden + first * hidden_stride, hidden_stride, added + first * stride, stride,
                              step);
@@ -57,7 +57,7 @@ EXPORT void NAME(add)(int64_t tokens, int64_t size, ELEMENT *hidden, int64_t hid
     int64_t block = block_of(tokens, step);
 #pragma omp parallel for schedule(static) if (tokens * size >= PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < tokens; first += block) {
-        int64_t count = at_most(block, tokens - first);
+        int64_t count = smaller(block, tokens - first);
         NAME(accumulate)(count, size, hidden + first * hidden_stride, hidden_stride, added + first * stride, stride, step);
     }
 }
@@ -69,7 +69,7 @@ EXPORT void NAME(gated_unit)(int64_t rows, int64_t size, const ELEMENT *gate, co
 #pragma omp parallel for collapse(2) schedule(static) if (rows * size >= PARALLEL_ACTIVATIONS)
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t part = 0; part < parts; part++) {
-            int64_t count = at_most(PART, size - part * PART);
+            int64_t count = smaller(PART, size - part * PART);
             const ELEMENT *g = gate + row * stride + part * PART, *u = up + row * stride + part * PART;
             ELEMENT *to = out + row * size + part * PART;
             if (is_gelu)
@@ -93,7 +93,7 @@ EXPORT void NAME(rotate_write)(int64_t tokens, int64_t heads, int64_t kv_heads, 
     int64_t block = block_of(tokens, step);
 #pragma omp parallel for schedule(static) if (tokens * (rotated + kv_heads) * size >= PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < tokens; first += block) {
-        int64_t count = at_most(block, tokens - first);
+        int64_t count = smaller(block, tokens - first);
         float tile[TOKENS * size];
         for (int64_t h = 0; h < rotated + kv_heads; h++) {
             NAME(gather)(count, size, qkv + first * stride + h * size * step, stride, step, tile);

@@ -233,20 +233,5 @@ INLINE float nearest(float x) {
     return (x + large) - large;
 }
 
-INLINE int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-#define ELEMENT float
-#define LOAD same_float
-#define STORE same_float
-#define NAME(operation) operation##_float32
-#include "int8_product_body.h"
-#undef ELEMENT
-#undef LOAD
-#undef STORE
-#undef NAME
-
-#define ELEMENT bfloat16
-#define LOAD from_bfloat16
-#define STORE to_bfloat16
-#define NAME(operation) operation##_bfloat16
-#include "int8_product_body.h"
+#define BODY "int8_product_body.h"
+#include "each_element.h"

@@ -95,14 +95,14 @@ EXPORT int NAME(int8_product)(const int8_weight *weight, int64_t rows, const ELE
     int tiled = all > VECTOR_ROWS && has_tiles();
     /* Tiles of as many rows as fill the last one best; both sets of a row in one. */
     int64_t tiles = (all + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t tile_rows = up_to((all + tiles - 1) / tiles, sets);
-    int64_t held = tiled ? up_to(all, tile_rows) : all;
+    int64_t tile_rows = up((all + tiles - 1) / tiles, sets);
+    int64_t held = tiled ? up(all, tile_rows) : all;
     int64_t chunk = tiled ? 2 * tile_rows : CHUNK;
     int64_t block = CACHED_BYTES / size / chunk * chunk;
     if (block < chunk) block = chunk;
     int64_t blocks = (all + block - 1) / block;
 
-    int64_t level_bytes = up_to(held * size, 64), zero_bytes = up_to(held * 4, 64), scale_bytes = up_to(rows * 4, 64);
+    int64_t level_bytes = up(held * size, 64), zero_bytes = up(held * 4, 64), scale_bytes = up(rows * 4, 64);
     char *memory = aligned_alloc(64, level_bytes + zero_bytes + scale_bytes);
     if (!memory) return 0;
     rounded_rows rounded = {(int8_t *)memory, (int32_t *)(memory + level_bytes),

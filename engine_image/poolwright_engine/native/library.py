@@ -104,23 +104,25 @@ def _made() -> Path:
     name = file_name(level())
     try:
         beside = _HERE / "compiled"
-        if (beside / name).exists() and _is_ours(beside) and _is_ours(beside / name):
+        if _is_usable(beside / name) and _is_ours(beside):
             return beside / name
         folder = cache_dir()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(folder):
             raise NoLibrary(f"others may write where it is kept, {folder}")
-        if (folder / name).exists() and _is_ours(folder / name):
+        if _is_usable(folder / name):
             return folder / name
         with (folder / ".lock").open("a") as lock:
             _wait_for(lock)  # engines that start together compile once
-            if (folder / name).exists() and _is_ours(folder / name):
+            if _is_usable(folder / name):
                 return folder / name
             return compile_into(folder, level())
-    except OSError as e:
+    except (OSError, RuntimeError) as e:  # RuntimeError: no HOME, and no entry for this user
         raise NoLibrary(f"there is nowhere to keep it: {e}") from e
-    except RuntimeError as e:  # no HOME, and no entry for this user
-        raise NoLibrary(f"there is nowhere to keep it: {e}") from e
+
+
+def _is_usable(path: Path) -> bool:
+    return path.exists() and _is_ours(path)
 
 
 def _wait_for(lock: IO[str]) -> None:
